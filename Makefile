@@ -90,7 +90,7 @@ test-alone: $(STAMP)
 
 test-others: $(STAMP)
 	@output=$$(mktemp); failed=0; \
-	OMP_NUM_THREADS=1 nice $(BIN)/python -m pytest -q --durations=20 -n 2 --dist loadfile --no-loadscope-reorder -m 'not alone' >$$output 2>&1 || failed=$$?; \
+	OMP_NUM_THREADS=1 nice -n 5 $(BIN)/python -m pytest -q --durations=20 -n 2 --dist loadfile --no-loadscope-reorder -m 'not alone' >$$output 2>&1 || failed=$$?; \
 	echo; cat $$output; rm $$output; exit $$failed
 
 # Harbor needs Python 3.12; of Offbeat's own requirements, those of its envs suffice there.

@@ -224,6 +224,9 @@ class FakePublisher:
 
         self.moments.pass_by(f"publish {version}", act)
 
+    def needs_base(self) -> bool:
+        return True
+
     def newest(self) -> Manifest | None:
         return None
 
@@ -277,7 +280,7 @@ class FakeTrainer:
     def weight(self) -> float:
         return float(int(hashlib.sha256(repr(self.history).encode()).hexdigest()[:6], 16))
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, *, with_base: bool = True) -> Iterator[tuple[str, Tensor]]:  # noqa: ARG002
         yield "weight", torch.tensor(self.weight)
 
     def offload_states(self) -> None:

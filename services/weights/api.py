@@ -26,6 +26,10 @@ class WeightPublisher(Protocol):
         """
         ...
 
+    def needs_base(self) -> bool:
+        """Return whether `publish` needs the base of adapters, too, which is stored once. Raises as `publish`."""
+        ...
+
     def newest(self) -> Manifest | None:
         """Return the newest readable version."""
         ...

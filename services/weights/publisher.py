@@ -31,6 +31,7 @@ from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.transports.base import AdapterSettings, Stored, Transport
 from offbeat.services.weights.transports.counting import CountingTransport
 from offbeat.services.weights.transports.factory import make_transport
+from offbeat.services.weights.transports.lora import AdapterTransport
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,6 +82,10 @@ class RedisWeightPublisher:
             return
         copies = self._transport.copies(tensors)
         self._announcing = self._thread.submit(self._store_and_announce, version, step, copies, gone)
+
+    def needs_base(self) -> bool:
+        self.flush()
+        return not (isinstance(self._transport, AdapterTransport) and self._transport.is_base_stored())
 
     def newest(self) -> Manifest | None:
         readable = [manifest for manifest in self._manifests().values() if self._transport.readable(manifest)]

@@ -27,7 +27,7 @@ def train(run: Path, visible: str, *settings: str) -> list[int]:
     ]
     subprocess.run(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": visible}, check=True, timeout=800)
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert max(line.get("step", 0) for line in steps) >= 3
+    assert max(line["step"] or 0 for line in steps) >= 3
     logs = [log.read_text() for log in (run / "logs").glob("generation-*.log")]
     return sorted(log.count("asleep: the learner has its devices") for log in logs)
 

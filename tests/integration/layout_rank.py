@@ -23,15 +23,28 @@ HYPER = Hyperparameters(1e-2, 0.1, head_learning_rate=1e-1)
 STEPS = 2
 
 
-ADAPTED = {"1x1": (1, 1), "2x1": (2, 1), "1x2": (1, 2)}
-LAYOUTS = {"2x1": (2, 1), "4x1": (4, 1), "1x2": (1, 2), "2x2": (2, 2), "1x4": (1, 4)}
-"""`tp_size` and `pp_size` of four ranks."""
 Layout = tuple[int, int]
-TARGETS = {"tied": "all-linear", "untied": "q_proj,o_proj,down_proj,lm_head"}
-"""Layers with adapters, by model."""
-RESUMED = {"2x1-4x1": ("2x1", (4, 1)), "1x2-2x1": ("1x2", (2, 1)), "2x1-2x2": ("2x1", (2, 2))}
+"""`tp_size` and `pp_size` of four ranks."""
+LAYOUTS: dict[str, dict[str, Layout]] = {
+    "tied": {"4x1": (4, 1), "1x2": (1, 2), "2x2": (2, 2)},
+    "untied": {"2x1": (2, 1), "1x4": (1, 4), "2x2": (2, 2)},
+}
+"""By model, as the others."""
+RESUMED: dict[str, dict[str, tuple[str, Layout]]] = {
+    "tied": {"4x1-2x2": ("4x1", (2, 2)), "1x2-2x1": ("1x2", (2, 1))},
+    "untied": {"2x1-4x1": ("2x1", (4, 1))},
+}
 """Layouts that continue from checkpoints of others."""
-ADAPTED_RESUMED = {"1x1-2x2": ("1x1", (2, 2)), "2x1-1x2": ("2x1", (1, 2)), "1x2-1x1": ("1x2", (1, 1))}
+TARGETS = {"tied": "all-linear", "untied": "q_proj,o_proj,down_proj,lm_head"}
+"""Layers with adapters."""
+ADAPTED: dict[str, dict[str, Layout]] = {"tied": {"1x1": (1, 1), "2x1": (2, 1)}, "untied": {"1x2": (1, 2)}}
+ADAPTED_RESUMED: dict[str, dict[str, tuple[str, Layout]]] = {
+    "tied": {"1x1-2x2": ("1x1", (2, 2)), "2x1-1x2": ("2x1", (1, 2))},
+    "untied": {"1x2-1x1": ("1x2", (1, 1))},
+}
+CRITICS: dict[str, dict[str, Layout]] = {"tied": {"2x1": (2, 1)}, "untied": {"2x2": (2, 2)}}
+HALF: dict[str, Layout] = {"2x1": (2, 1), "1x2": (1, 2)}
+"""In 16 bits, of the tied model."""
 
 
 def engine_of(model: Path, ranks: Ranks, layout: Layout, dtype: str = "float32") -> FSDP2Engine:
@@ -57,7 +70,7 @@ def adapters_learned(engine: FSDP2Engine, reference: AdapterFreeReference, steps
     said = {"reference": torch.cat(reference.infer(fixed_batch()))}
     learned = learn(engine, steps)
     said["reference_after"] = torch.cat(reference.infer(fixed_batch()))
-    factors = {name: tensor.clone() for name, tensor in engine.tensors(merged=False) if ".lora_" in name}
+    factors = {name: tensor.clone() for name, tensor in engine.tensors("adapter")}
     return learned | factors | said
 
 
@@ -113,28 +126,29 @@ def main(models: Path, out: Path) -> None:
     with process_group(ranks_of_environment("cpu")) as ranks:
         results: dict[str, dict[str, Tensor]] = {}
         for model in sorted(models.iterdir()):
-            for name, layout in LAYOUTS.items():
+            kind = model.name
+            for name, layout in LAYOUTS[kind].items():
                 engine = engine_of(model, ranks, layout)
-                results[f"{model.name}-{name}"] = learn(engine, STEPS)
-                engine.save(out / f"{model.name}-{name}-state")
-            for name, (saved, layout) in RESUMED.items():
+                results[f"{kind}-{name}"] = learn(engine, STEPS)
+                engine.save(out / f"{kind}-{name}-state")
+            for name, (saved, layout) in RESUMED[kind].items():
                 engine = engine_of(model, ranks, layout)
-                engine.load(out / f"{model.name}-{saved}-state")
-                results[f"{model.name}-{name}"] = learn(engine, 1)
-            for name, layout in ADAPTED.items():
+                engine.load(out / f"{kind}-{saved}-state")
+                results[f"{kind}-{name}"] = learn(engine, 1)
+            for name, layout in ADAPTED[kind].items():
                 engine, reference = adapted_of(model, ranks, layout)
-                results[f"{model.name}-{name}-lora"] = adapters_learned(engine, reference)
-                engine.save(out / f"{model.name}-{name}-lora-state")
-            for name, (saved, layout) in ADAPTED_RESUMED.items():
+                results[f"{kind}-{name}-lora"] = adapters_learned(engine, reference)
+                engine.save(out / f"{kind}-{name}-lora-state")
+            for name, (saved, layout) in ADAPTED_RESUMED[kind].items():
                 engine, reference = adapted_of(model, ranks, layout)
-                engine.load(out / f"{model.name}-{saved}-lora-state")
-                results[f"{model.name}-{name}-lora"] = adapters_learned(engine, reference, 1)
-            for name in ("2x1", "2x2"):
-                results[f"{model.name}-{name}-critic"] = critic_learned(model, ranks, LAYOUTS[name])
-        for name in ("2x1", "1x2"):
-            engine, reference = adapted_of(models / "tied", ranks, LAYOUTS[name], "bfloat16")
+                engine.load(out / f"{kind}-{saved}-lora-state")
+                results[f"{kind}-{name}-lora"] = adapters_learned(engine, reference, 1)
+            for name, layout in CRITICS[kind].items():
+                results[f"{kind}-{name}-critic"] = critic_learned(model, ranks, layout)
+        for name, layout in HALF.items():
+            engine, reference = adapted_of(models / "tied", ranks, layout, "bfloat16")
             results[f"{name}-lora-bfloat16"] = adapters_learned(engine, reference)
-            half = engine_of(models / "tied", ranks, LAYOUTS[name], "float16")
+            half = engine_of(models / "tied", ranks, layout, "float16")
             results[f"{name}-half"] = half_learned(half, 1e6 if ranks.rank == 0 else 1.0)
         if ranks.rank == 0:
             for name, tensors in results.items():

@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from offbeat.trainer.config.actor_train import ModelArgs, StrategyArgs, TrainingArgs
 from offbeat.trainer.engines.base import Hyperparameters, TrainEngine
@@ -25,6 +27,9 @@ from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import Sampled
 from tests.copying import replace
 
+KEPT = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size")
+SHARDED = {"zero_optimization": {f"stage3_{limit}": 0 for limit in KEPT}}
+"""ZeRO-3 that keeps no parameter whole between passes, as it does small ones."""
 DTYPES: dict[str, Literal["float16", "bfloat16"]] = {"half": "float16", "bf16": "bfloat16"}
 SMOOTH = TrainingArgs(adam_epsilon=1e-3, weight_decay=0.1)
 """Adam with its usual epsilon makes full steps of gradients that are mere rounding, such as those of key biases."""
@@ -55,7 +60,31 @@ def engine_of(name: str, model: Path, ranks: Ranks) -> TrainEngine[Any]:
     policy = load_policy(model, args, seed=1, value_head=variant == "head")
     if kind == "fsdp2":
         return FSDP2Engine(policy, SMOOTH, ranks)
-    return DeepSpeedEngine(policy, SMOOTH, StrategyArgs.model_validate({"zero_stage": int(kind)}), ranks)
+    settings = SHARDED if name == "3-lora" else {}
+    strategy = StrategyArgs.model_validate({"zero_stage": int(kind), "strategy_config": settings})
+    return DeepSpeedEngine(policy, SMOOTH, strategy, ranks)
+
+
+class GatherCounter(TorchDispatchMode):
+    """Counts the elements that all-gathers return."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if "all_gather" in func.name() or "allgather" in func.name():
+            self.elements += sum(each.numel() for each in tree_leaves(result) if isinstance(each, Tensor))
+        return result
+
+
+def gathered(engine: TrainEngine[Any]) -> dict[str, Tensor]:
+    """Count the elements gathered for adapters alone, and for base and adapters; and those of either."""
+    counts: dict[str, Tensor] = {}
+    for form in ("adapter", "parts"):
+        with GatherCounter() as counter:
+            elements = sum(tensor.numel() for _, tensor in engine.tensors(form))
+        counts[form] = torch.tensor([counter.elements, elements])
+    return counts
 
 
 def head_learned(engine: TrainEngine[Sampled]) -> dict[str, Tensor]:
@@ -120,8 +149,10 @@ def main(model: Path, out: Path, names: list[str]) -> None:
                 engine.train(batch, lambda _, said: -said.logprobs.sum() / 6, Hyperparameters(1e-2, 0.1))
             weights = {each: tensor.cpu().clone() for each, tensor in engine.tensors()}
             weights["logprobs"] = torch.cat(engine.infer(batch)).cpu()
+            counts = gathered(engine) if name.endswith("-lora") else {}
             if ranks.rank == 0:
                 save_file(weights, out / f"{name}-of-{ranks.world_size}.safetensors")
+                save_file(counts, out / f"{name}-gathered-of-{ranks.world_size}.safetensors")
             if name == "fsdp2":  # what one process wrote, two go on from
                 if ranks.world_size == 1:
                     engine.save(out / "state")

@@ -29,6 +29,8 @@ SHORT = (
 )
 SMALL = (*SHORT, "final_val_batch_size=16")
 """A run that takes about a minute, most of it to start."""
+HF_INFER = "actor_infer.strategy_args={strategy_name: hf_infer, strategy_config: null}"
+"""The engine that starts soonest, where it does not matter which one samples."""
 
 
 class TrainProcess:

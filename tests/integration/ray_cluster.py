@@ -1,7 +1,6 @@
 """A Ray cluster of a test's own, started and used by the commands that a person types."""
 
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -33,12 +32,15 @@ class RayCluster:
         # Unix sockets lie in it, and have short names only.
         self._temp = Path(tempfile.mkdtemp(prefix="ob-", dir="/tmp"))
         self._nodes: list[subprocess.Popen[bytes]] = []
+        self._home = folder / "home"
+        self._home.mkdir()
+        (self._home / ".cache").symlink_to(Path.home() / ".cache")
         self._environment = {
-            **os.environ,
+            **{key: value for key, value in os.environ.items() if key != "RAY_AUTH_TOKEN"},
+            "HOME": str(self._home),
             "PATH": f"{BIN}:{os.environ['PATH']}",
-            "PYTHONPATH": f"{folder}:{ROOT}",
+            "PYTHONPATH": str(folder),
             "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": secrets.token_hex(16),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_ADDRESS": f"127.0.0.1:{self._ports['gcs']}",
             "RAY_DASHBOARD_ADDRESS": f"http://127.0.0.1:{self._ports['dashboard']}",
@@ -54,6 +56,7 @@ class RayCluster:
     def start(self, num_cpus: int, num_gpus: int = 0) -> None:
         """Start the head; returns when its dashboard answers."""
         ports = self._ports
+        self._command("ray", "get-auth-token", "--generate")
         self._start_node(
             *("--head", f"--port={ports['gcs']}", "--include-dashboard=true", f"--temp-dir={self._temp}"),
             *(f"--dashboard-port={ports['dashboard']}", f"--ray-client-server-port={ports['client']}"),
@@ -107,8 +110,10 @@ class RayCluster:
         return self._command("offbeat", *arguments)
 
     def python(self, script: Path, *arguments: str) -> str:
-        """What a program prints."""
-        return self._command("python", str(script), *arguments)
+        """What a program of the tests prints."""
+        done = self._run("python", str(script), *arguments, path=f"{self.folder}:{ROOT}")
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
     def refusal(self, *command: str) -> str:
         """What a command that refuses its arguments prints."""
@@ -121,12 +126,12 @@ class RayCluster:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def _run(self, *command: str) -> "subprocess.CompletedProcess[str]":
+    def _run(self, *command: str, path: str | None = None) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
             [BIN / command[0], *command[1:]],
             check=False,
             cwd=self.folder,
-            env=self._environment,
+            env=self._environment if path is None else {**self._environment, "PYTHONPATH": path},
             capture_output=True,
             text=True,
             timeout=180,
@@ -180,7 +185,7 @@ class RayCluster:
         answer = httpx.get(
             f"{self._environment['RAY_DASHBOARD_ADDRESS']}/api/v0/actors",
             params={"filter_keys": "state", "filter_predicates": "=", "filter_values": "ALIVE", "detail": "true"},
-            headers={"Authorization": f"Bearer {self._environment['RAY_AUTH_TOKEN']}"},
+            headers={"Authorization": f"Bearer {(self._home / '.ray/auth_token').read_text().strip()}"},
             timeout=20.0,
         )
         return answer.raise_for_status().json()["data"]["result"]["result"]

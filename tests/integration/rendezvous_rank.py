@@ -1,4 +1,4 @@
-"""Rank 0 of `algorithm_rank`, with the other rank on this node or, given a Redis, on another one."""
+"""Rank 0 of `algorithm_rank`, which meets the other rank, as on another node, through Redis."""
 
 import os
 import sys
@@ -14,7 +14,5 @@ RUN = "rendezvous"
 if __name__ == "__main__":
     model, out, redis_url = sys.argv[1:]
     os.environ.pop("WORLD_SIZE", None)
-    follower = [sys.executable, str(Path(__file__).with_name("algorithm_rank.py")), model, out]
-    others = RemoteRanks(redis_url, RUN, (NodeRanks(1), NodeRanks(1))) if redis_url else None
-    with start_followers(2, follower, 60.0, others):
+    with start_followers(2, [], 60.0, RemoteRanks(redis_url, RUN, (NodeRanks(1), NodeRanks(1)))):
         main(Path(model), Path(out))

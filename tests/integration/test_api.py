@@ -10,7 +10,7 @@ import pytest
 from nbclient import NotebookClient
 
 import offbeat
-from tests.integration.mesh import SMALL
+from tests.integration.mesh import HF_INFER, SMALL
 from tests.paths import QUICKSTART, ROOT
 
 pytestmark = pytest.mark.alone
@@ -39,7 +39,9 @@ def test_the_notebook_of_the_docs_runs(tmp_path: Path) -> None:
 
 def test_a_run_is_stopped_found_again_and_resumed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    config = offbeat.load_config(QUICKSTART, [*SMALL, f"output_dir={folder}", "max_steps=400", "save_steps=5"])
+    config = offbeat.load_config(
+        QUICKSTART, [*SMALL, HF_INFER, f"output_dir={folder}", "max_steps=400", "save_steps=5"]
+    )
     run = offbeat.train(config)
     deadline = time.monotonic() + 240
     while not has_stepped(run):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.mesh import HF_INFER
 from tests.integration.steering import OFFBEAT
 from tests.paths import ROOT
 
@@ -27,7 +28,7 @@ def test_the_documented_env_is_learned(tmp_path: Path) -> None:
     code = blocks()
     (tmp_path / "my_envs.py").write_text(code["python"])
     (tmp_path / "my_run.yaml").write_text(code["yaml"])
-    command = [OFFBEAT, "train", "my_run.yaml"]
+    command = [OFFBEAT, "train", "my_run.yaml", HF_INFER]
     result = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert result.returncode == 0, result.stdout + result.stderr
     report = json.loads((tmp_path / "runs" / "own" / "report.json").read_text())

@@ -21,6 +21,8 @@ from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.integration.layout_rank import (
     ADAPTED,
     ADAPTED_RESUMED,
+    CRITICS,
+    HALF,
     LAYOUTS,
     RESUMED,
     STEPS,
@@ -100,11 +102,11 @@ def assert_learned_same(one: dict[str, Tensor], two: dict[str, Tensor], atol: fl
 @pytest.mark.parametrize("model", ["tied", "untied"])
 def test_ranks_learn_what_one_process_learns(model: str, models: Path, out: Path, ranks: Ranks):
     alone = learn(engine_of(models / model, ranks, ONE), STEPS)
-    for name in LAYOUTS:
+    for name in LAYOUTS[model]:
         assert_learned_same(alone, read(out, f"{model}-{name}"))
     critic = critic_learned(models / model, ranks, ONE)
     assert critic["said"].abs().min() > 0.01
-    for name in ("2x1", "2x2"):
+    for name in CRITICS[model]:
         assert_learned_same(critic, read(out, f"{model}-{name}-critic"))
 
 
@@ -113,11 +115,11 @@ def test_a_checkpoint_resumes_in_another_layout(model: str, models: Path, out: P
     """Written by four processes, read by four in another layout and by one."""
     expected = learn(engine_of(models / model, ranks, ONE), STEPS + 1)
     expected["norms"] = expected["norms"][-1:]
-    for name in LAYOUTS:
+    for name in LAYOUTS[model]:
         one = engine_of(models / model, ranks, ONE)
         one.load(out / f"{model}-{name}-state")
         assert_learned_same(expected, learn(one, 1))
-    for name in RESUMED:
+    for name in RESUMED[model]:
         assert_learned_same(expected, read(out, f"{model}-{name}"))
 
 
@@ -131,7 +133,7 @@ def test_adapters_learn_what_one_process_learns(model: str, models: Path, out: P
     for name, tensor in start.items():
         is_adapted = "_proj.weight" in name if model == "tied" else name.split(".")[-2] in targets
         assert torch.equal(tensor, alone[name]) != is_adapted, name
-    for name in ADAPTED:
+    for name in ADAPTED[model]:
         assert_learned_same(alone, read(out, f"{model}-{name}-lora"))
 
 
@@ -139,15 +141,15 @@ def test_adapters_learn_what_one_process_learns(model: str, models: Path, out: P
 def test_a_checkpoint_of_adapters_resumes_in_another_layout(model: str, models: Path, out: Path, ranks: Ranks):
     expected = adapters_learned(*adapted_of(models / model, ranks, ONE), STEPS + 1)
     expected["norms"] = expected["norms"][-1:]
-    for name in ADAPTED:
+    for name in ADAPTED[model]:
         one, reference = adapted_of(models / model, ranks, ONE)
         one.load(out / f"{model}-{name}-lora-state")
         assert_learned_same(expected, adapters_learned(one, reference, 1))
-    for name in ADAPTED_RESUMED:
+    for name in ADAPTED_RESUMED[model]:
         assert_learned_same(expected, read(out, f"{model}-{name}-lora"))
 
 
-@pytest.mark.parametrize("name", ["2x1", "1x2"])
+@pytest.mark.parametrize("name", HALF)
 def test_a_base_in_bfloat16_stays_as_it_is_under_its_adapters(name: str, models: Path, out: Path, ranks: Ranks):
     start = {each: tensor.clone() for each, tensor in engine_of(models / "tied", ranks, ONE, "bfloat16").tensors()}
     alone, learned = (
@@ -168,7 +170,7 @@ def test_a_stage_without_adapters_is_refused(models: Path):
         cut_stage(policy, 0, 2)
 
 
-@pytest.mark.parametrize("name", ["2x1", "1x2"])
+@pytest.mark.parametrize("name", HALF)
 def test_float16_skips_a_step_that_overflows_on_one_copy(name: str, models: Path, out: Path, ranks: Ranks):
     alone, split = half_learned(engine_of(models / "tied", ranks, ONE, "float16"), 1e6), read(out, f"{name}-half")
     (scale, applied), _ = split.pop("scales").tolist(), alone.pop("scales")

@@ -100,6 +100,11 @@ def test_zero_stages_fsdp2_and_ranks_learn_the_same(folder: Path, tmp_path: Path
     for name in LORA:
         for world in (1, 2):
             assert_same(expected, load_file(tmp_path / f"{name}-of-{world}.safetensors"), atol=2e-5)
+    for name in ("3-lora", "fsdp2-lora"):
+        counts = load_file(tmp_path / f"{name}-gathered-of-2.safetensors")
+        (adapter, in_adapter), (parts, in_parts) = (counts[form].tolist() for form in ("adapter", "parts"))
+        assert in_adapter <= adapter < 1.1 * in_adapter, f"{name}: adapters are gathered, without their base"
+        assert parts > 0.9 * in_parts > 2 * in_adapter, "FSDP2 keeps parameters outside of layers whole after a pass"
     expected = load_file(tmp_path / "0-head-of-1.safetensors")
     assert not [name for name in expected if "value_head" in name]  # never published
     assert expected["said"][1].abs().min() > 0.01

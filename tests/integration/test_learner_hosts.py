@@ -2,11 +2,8 @@
 in S3."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,16 +11,9 @@ from typing import Any
 import fsspec
 import psutil
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
-from offbeat.trainer.models.tiny import write_tiny_policy
-from offbeat.trainer.process.remote_ranks import FollowerHost
 from offbeat.trainer.training.remote_checkpoints import RemoteFolder
-from tests.integration.algorithm_rank import ALGORITHMS
 from tests.integration.ray_cluster import RayCluster
-from tests.integration.rendezvous_rank import RUN
 from tests.paths import ROOT
 from tests.trainer.training.object_store import BUCKET, s3_bucket
 from tests.waiting import wait_until_sync
@@ -48,7 +38,7 @@ actor_infer: {generating_args: {max_new_tokens: 2}}
 rollout: {num_workers: 1, cpus_per_worker: 0.5}
 """
 STORE = f"s3://{BUCKET}/copies"
-SCORED_RUN = f"""{SPREAD_RUN.replace("actor_train: {num_processes: 2}", "critic: {num_processes: 1}")}
+SCORED = f"""
 adv_estimator: gae
 reward_normalization: {{method: identity}}
 use_kl_loss: true
@@ -57,28 +47,9 @@ reference: {{strategy_args: {{placement: service, num_replicas: 2}}}}
 buffer: {{worker_timeout_s: 4}}
 checkpoint_config: {{output_dir: "{STORE}", keep_local_file: false}}
 """
-
-
-def test_two_hosts_learn_what_one_learns(redis_url: str, tmp_path: Path) -> None:
-    """Bit for bit: the ranks meet through Redis instead of a common parent."""
-    model = tmp_path / "model"
-    model.mkdir()
-    write_tiny_policy(model, TinyPolicyConfig(num_hidden_layers=1), ["a", "b", "c", "d"])
-    script, follower = HERE / "rendezvous_rank.py", HERE / "algorithm_rank.py"
-    environment = {"PYTHONPATH": str(ROOT)}
-    for name, url in (("one", ""), ("two", redis_url)):
-        out = tmp_path / name
-        out.mkdir()
-        command = [sys.executable, str(follower), str(model), str(out)]
-        host = FollowerHost(RUN, redis_url, 1, timeout_s=60.0, command=command, environment=environment)
-        host.start()
-        leader = [sys.executable, str(script), str(model), str(out), url]
-        subprocess.run(leader, env={**os.environ, **environment}, check=True, timeout=240)
-        host.stop()
-    for name in ALGORITHMS:
-        one, two = (load_file(tmp_path / hosts / f"{name}-of-2.safetensors") for hosts in ("one", "two"))
-        assert one.keys() == two.keys()
-        assert all(torch.equal(tensor, two[key]) for key, tensor in one.items()), name
+SCORED_RUN = SCORED + SPREAD_RUN.replace("actor_train: {num_processes: 2}", "critic: {num_processes: 1}").replace(
+    "max_new_tokens: 2}}", "max_new_tokens: 2}, strategy_args: {strategy_name: hf_infer}}"
+)
 
 
 @pytest.fixture

@@ -217,7 +217,7 @@ def test_adapters_are_trained_on_the_warm_start_which_stays_the_reference(
     found = weights(trainer)
     changed = {name for name, tensor in found.items() if not torch.equal(tensor, start[name])}
     assert changed == {name for name in found if "_proj.weight" in name}
-    apart = {name: tensor.clone() for name, tensor in trainer._policy.tensors(merged=False)}
+    apart = {name: tensor.clone() for name, tensor in trainer._policy.tensors("parts")}
     assert_equal({name: apart[name] for name in start}, start)
     for name in changed:
         path = f"base_model.model.{name}".removesuffix(".weight")

@@ -1,4 +1,5 @@
-"""Two learner processes learn what one learns, with algorithms that look at whole sequences, turns and batches."""
+"""Two learner processes, which meet through Redis, learn what one learns, with algorithms that look at whole sequences,
+turns and batches."""
 
 import json
 import os
@@ -13,27 +14,32 @@ from safetensors.torch import load_file
 from offbeat.services.process import free_port
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.models.tiny import write_tiny_policy
+from offbeat.trainer.process.remote_ranks import FollowerHost
 from tests.integration.algorithm_rank import ALGORITHMS
+from tests.integration.rendezvous_rank import RUN
 from tests.paths import ROOT
 
+HERE = Path(__file__).parent
 
-def test_two_processes_learn_what_one_learns(tmp_path: Path) -> None:
+
+def test_two_processes_learn_what_one_learns(redis_url: str, tmp_path: Path) -> None:
     model, out = tmp_path / "model", tmp_path / "out"
     model.mkdir()
     out.mkdir()
     write_tiny_policy(model, TinyPolicyConfig(num_hidden_layers=1), ["a", "b", "c", "d"])
-    script, root = Path(__file__).with_name("algorithm_rank.py"), str(ROOT)
-    running = []
-    for world in (1, 2):
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
-        running += [
-            subprocess.Popen(
-                [sys.executable, str(script), str(model), str(out)],
-                env={**os.environ, **address, "RANK": str(rank), "PYTHONPATH": root},
-            )
-            for rank in range(world)
-        ]
-    assert [process.wait(timeout=240) for process in running] == [0, 0, 0]
+    environment = {"PYTHONPATH": str(ROOT)}
+    rank = [sys.executable, str(HERE / "algorithm_rank.py"), str(model), str(out)]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "1", "RANK": "0"}
+    subprocess.run(rank, env={**os.environ, **environment, **address}, check=True, timeout=240)
+
+    leader = [sys.executable, str(HERE / "rendezvous_rank.py"), str(model), str(out), redis_url]
+    host = FollowerHost(RUN, redis_url, 1, timeout_s=60.0, command=rank, environment=environment)
+    host.start()
+    try:
+        subprocess.run(leader, env={**os.environ, **environment}, check=True, timeout=240)
+    finally:
+        host.stop()
+
     for name in ALGORITHMS:
         one, two = (load_file(out / f"{name}-of-{world}.safetensors") for world in (1, 2))
         assert one.keys() == two.keys()

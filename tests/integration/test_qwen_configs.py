@@ -1,4 +1,6 @@
-"""Qwen2.5's configurations run as they stand: `offbeat train` with a small random model of that architecture."""
+"""Qwen2.5's configurations run as they stand: `offbeat train` with a small random model of that architecture.
+
+The engine of one is vLLM; the others have the one that starts sooner."""
 
 import json
 import subprocess
@@ -9,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.integration.mesh import HF_INFER
 from tests.paths import CONFIGS, ROOT
 from tests.qwen2 import write_qwen2
 from tests.webshop_files import write_shop
@@ -24,11 +27,15 @@ SMALL = (
 )
 
 
-@pytest.mark.parametrize("name", ["frozen_lake", "sokoban", "webshop"])
-def test_two_steps_with_a_random_qwen2(name: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [("frozen_lake", ()), ("sokoban", (HF_INFER,)), ("webshop", (HF_INFER,))],
+    ids=("frozen_lake", "sokoban", "webshop"),
+)
+def test_two_steps_with_a_random_qwen2(name: str, engine: tuple[str, ...], tmp_path: Path):
     model, run = tmp_path / "model", tmp_path / "run"
     write_qwen2(model, [path.read_text() for path in FOLDER.glob("*.yaml")])
-    overrides = [f"pretrain={model}", f"output_dir={run}", *SMALL]
+    overrides = [f"pretrain={model}", f"output_dir={run}", *SMALL, *engine]
     if name == "webshop":  # in the files that WebShop publishes
         overrides.append(f"custom_envs.WebShop.env_config.data_dir={write_shop(tmp_path / 'shop', 24)}")
     command = [sys.executable, "-m", "offbeat.deploy.cli.app", "train", str(FOLDER / f"{name}.yaml"), *overrides]

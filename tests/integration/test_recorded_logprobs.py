@@ -39,18 +39,21 @@ def test_recorded_logprobs_are_those_of_their_versions_weights(start: Start) -> 
 
 @pytest.mark.timeout(600)
 def test_kills_with_open_sessions_lose_no_group_and_mix_no_weights(start: Start) -> None:
-    """vLLM's replica, its engine core and an env worker die while episodes stay in the engine and weights change."""
-    overrides = (*WHOLE, "max_steps=12")
+    """vLLM's replica, an env worker, the learner and the engine core die while episodes stay in the engine and weights
+    change."""
+    overrides = (*WHOLE, "max_steps=10")
     train = start(*overrides)
-    for step, victim in ((2, "ray::ServeReplica:generation"), (5, "ray::EnvWorker"), (8, "VLLM::EngineCore")):
+    victims = ("ray::ServeReplica:generation", "ray::EnvWorker", "offbeat.trainer.cli", "VLLM::EngineCore")
+    for step, victim in zip((1, 3, 5, 7), victims, strict=True):
         train.wait_for_step(step)
         began = time.time()
         wait_until_sync(lambda at=began: any(values["sessions"] for values in sampled(train, at)), every_s=0.2)
         train.kill(victim)
-    report, _ = finished(train, steps=12)
+    report, found = finished(train, steps=10)
     assert report["max_staleness_seen"] <= 1
+    assert found.lineage.learners == 2
     assert sum(values["continued"] for values in sampled(train)) > 1000
-    compared = compare(train.output_dir, overrides, steps=12)
+    compared = compare(train.output_dir, overrides, steps=10)
     assert compared.tokens > 1000
     assert compared.mixed_turns * 10 < compared.tokens
     assert compared.trajectories_through_updates > 10

@@ -15,7 +15,7 @@ from offbeat.services.rollout.data.prompts import PromptSource
 from offbeat.trainer.algorithms.normalization import EPS
 from offbeat.trainer.config.run import LearnerRunConfig
 from offbeat.trainer.training.batch_log import BatchLog
-from tests.integration.mesh import SHORT, TrainProcess, left_behind
+from tests.integration.mesh import HF_INFER, SHORT, TrainProcess, left_behind
 from tests.paths import CONFIGS
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
@@ -34,7 +34,7 @@ def train(tmp_path: Path) -> Iterator[TrainProcess]:
     files = (f"data.dataset_name={tmp_path / 'rows.jsonl'}", f"data.val_dataset_name={tmp_path / 'val.jsonl'}")
     # Every group has a signal, so that a step is 8 groups
     always = ("zero_variance=train", "~max_refill_ratio", f"max_steps={STEPS}", REWARDS, "adv_estimator=gdpo", RECORDED)
-    process = TrainProcess(tmp_path / "run", *files, *always, config=CONFIGS / "rlvr.yaml", small=SHORT)
+    process = TrainProcess(tmp_path / "run", *files, *always, HF_INFER, config=CONFIGS / "rlvr.yaml", small=SHORT)
     yield process
     process.close()
 

@@ -73,7 +73,7 @@ eval_steps: 0
 final_val_batch_size: 8
 sequence_length: 64
 buffer: {worker_timeout_s: 5, learner_timeout_s: 4}
-actor_infer: {generating_args: {max_new_tokens: 2}}
+actor_infer: {generating_args: {max_new_tokens: 2}, strategy_args: {strategy_name: hf_infer}}
 actor_train: {training_args: {learning_rate: 1e-3}}
 """
 

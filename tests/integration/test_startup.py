@@ -10,7 +10,7 @@ import pytest
 
 from offbeat.deploy.cli.audit import examine
 from offbeat.deploy.run_folder import newest_checkpoint
-from tests.integration.mesh import TrainProcess, left_behind
+from tests.integration.mesh import HF_INFER, TrainProcess, left_behind
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
 
@@ -24,7 +24,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     started: list[TrainProcess] = []
 
     def run(name: str = "run") -> TrainProcess:
-        started.append(TrainProcess(tmp_path / name))
+        started.append(TrainProcess(tmp_path / name, HF_INFER))
         return started[-1]
 
     yield run

@@ -20,7 +20,7 @@ from offbeat.services.chat.tokenizer import load_tokenizer
 from offbeat.services.messages.types import Group, Trajectory
 from offbeat.trainer.data.seats import take_seat
 from offbeat.trainer.training.batch_log import BatchLog
-from tests.integration.mesh import TrainProcess
+from tests.integration.mesh import HF_INFER, TrainProcess
 from tests.otlp import Collector, otlp_collector
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]
@@ -38,7 +38,7 @@ SIZES = (
     "eval_steps=0",
     "final_val_batch_size=8",
     "zero_variance=train",
-    "actor_infer.strategy_args={strategy_name: hf_infer, strategy_config: null}",
+    HF_INFER,
     "custom_envs.Game={env_type: pettingzoo, env_config: {id: classic/tictactoe-v3}, max_steps: 9, max_tokens_per_step: 1}",
     "train_env_manager.tags=[FrozenLake,Game]",
     "val_env_manager.tags=[FrozenLake,Game]",

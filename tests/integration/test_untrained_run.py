@@ -36,6 +36,7 @@ max_steps: 8
 eval_steps: 0
 final_val_batch_size: 4
 sequence_length: 64
+actor_infer: {strategy_args: {strategy_name: hf_infer}}
 """
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from offbeat.trainer.config.actor_train import TrainingArgs
 from offbeat.trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
 from offbeat.trainer.engines.param_groups import adopt, forget, parameter_groups
-from offbeat.trainer.models.lora import merged_weights, unmerged_weights
+from offbeat.trainer.models.lora import WeightForm, exported_weights
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.value_head import HEAD
 
@@ -58,8 +58,8 @@ class PlainEngine:
             return [read(output) for output in outputs]
         return [output[0] if isinstance(output, tuple) else output for output in outputs]
 
-    def tensors(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        for whole in merged_weights(self.module) if merged else unmerged_weights(self.module, "model."):
+    def tensors(self, form: WeightForm = "merged") -> Iterator[tuple[str, Tensor]]:
+        for whole in exported_weights(self.module, form, "model."):
             if not whole.name.startswith(HEAD):
                 yield whole.name.removeprefix("model."), whole.tensor()
 

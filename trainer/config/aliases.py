@@ -76,8 +76,8 @@ ANSWERS: dict[str, str] = {
     f"{role}.generating_args.num_return_sequences": f"{manager}.group_size"
     for role, manager in (("actor_infer", MANAGERS[0]), *((manager, manager) for manager in MANAGERS))
 }
-"""Answers per prompt -> canonical key; 1 is ROLL's default, which a group size overrules."""
-ONE_ANSWER = "a turn has one answer: set group_size of the env manager for more episodes per task"
+"""Answers per prompt -> canonical key; 1 is ROLL's default, which a group size overrules, and what it sets for agents."""
+ONE_ANSWER = "a turn of an agent has one answer, in ROLL too: for more episodes per task set {}"
 ARCHITECTURE = "config.json of the model's folder determines it; pipeline: reward_model trains a sequence classifier"
 MODEL_TYPES = {
     **dict.fromkeys(ROLES, ARCHITECTURE),
@@ -110,7 +110,7 @@ NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "profiler_timeline": ((False,), "there is no profiler"),
     **{f"{manager}.max_env_num_per_worker": ((0,), "") for manager in MANAGERS},
     "custom_envs.*.agent_runner_cls": ((None,), "use agent_runner: {path: module:function}"),
-    **dict.fromkeys(ANSWERS, ((1,), ONE_ANSWER)),
+    **{key: ((1,), ONE_ANSWER.format(canonical)) for key, canonical in ANSWERS.items()},
     **{f"{TABLE}.{kind}_parallel_size": ((1,), NOT_SPLIT) for kind in MEGATRON_AXES},
 }
 """Key -> values without effect, which are dropped, and why others are refused (empty: they are valid)."""

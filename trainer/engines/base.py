@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from offbeat.trainer.models.lora import WeightForm
 from offbeat.trainer.models.packing import PackedInput
 
 Output = TypeVar("Output")
@@ -71,10 +72,10 @@ class TrainEngine(Protocol[Output_co]):
         """Return `read(output)` (default: first tensor) per micro-batch, without gradients: [..., M] float32."""
         ...
 
-    def tensors(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, form: WeightForm = "merged") -> Iterator[tuple[str, Tensor]]:
         """Yield full parameters by Hugging Face name, without a value head, each valid until the next.
 
-        merged: merge adapters; otherwise use PEFT's names.
+        Ranks gather what is yielded, and nothing else.
         """
         ...
 

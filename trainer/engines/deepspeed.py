@@ -33,7 +33,7 @@ from offbeat.trainer.engines.param_groups import (
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.engines.rank_passes import OnRanks
 from offbeat.trainer.engines.state_files import load_deepspeed_state
-from offbeat.trainer.models.lora import merged_weights, unmerged_weights
+from offbeat.trainer.models.lora import WeightForm, exported_weights
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.value_head import HEAD
 
@@ -107,11 +107,11 @@ class DeepSpeedEngine(OnRanks):
         self._engine.eval()
         return self.outputs(self._engine, batch, read)
 
-    def tensors(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, form: WeightForm = "merged") -> Iterator[tuple[str, Tensor]]:
         """Gather one weight with its adapter at a time."""
         module = self._engine.module
         gathered = _deepspeed().zero.GatheredParameters if self._stage == 3 else None
-        for weight in merged_weights(module) if merged else unmerged_weights(module, WRAPPER):
+        for weight in exported_weights(module, form, WRAPPER):
             if weight.name.startswith(HEAD):
                 continue
             with gathered(weight.parts) if gathered else nullcontext():

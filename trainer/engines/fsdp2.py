@@ -37,7 +37,7 @@ from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.engines.rank_passes import OnRanks, assign_passes, first_of, gather_outputs
 from offbeat.trainer.engines.state_files import StateFileError, StatePlanner, StateReader
 from offbeat.trainer.engines.tensor_parallel import split_model
-from offbeat.trainer.models.lora import merged_weights, unmerged_weights
+from offbeat.trainer.models.lora import WeightForm, exported_weights
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.stages import cut_stage
 from offbeat.trainer.models.value_head import HEAD
@@ -185,9 +185,9 @@ class FSDP2Engine(OnRanks):
         results = {each.index: output for each, output in mine if each.index is not None}
         return gather_outputs(results, self._pipeline.share_rows(outputs), batch, self._ranks)
 
-    def tensors(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, form: WeightForm = "merged") -> Iterator[tuple[str, Tensor]]:
         """Gather one weight with its adapter at a time."""
-        weights = merged_weights(self._module) if merged else unmerged_weights(self._module, WRAPPER)
+        weights = exported_weights(self._module, form, WRAPPER)
         own = [weight for weight in weights if not weight.name.startswith(HEAD)]
         if self._pipeline is not None:
             pairs = self._pipeline.broadcast(own, self._gather)

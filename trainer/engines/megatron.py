@@ -27,6 +27,7 @@ from offbeat.trainer.engines.param_groups import (
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.engines.rank_passes import OnRanks
 from offbeat.trainer.engines.state_files import load_tensors
+from offbeat.trainer.models.lora import WeightForm
 from offbeat.trainer.models.megatron import MegatronPolicy
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import PackedPolicy
@@ -77,8 +78,7 @@ class MegatronEngine(OnRanks):
         self._policy.eval()
         return self.outputs(self._policy, batch, read)
 
-    def tensors(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        del merged
+    def tensors(self, form: WeightForm = "merged") -> Iterator[tuple[str, Tensor]]:  # noqa: ARG002
         return self._policy.named_weights()
 
     def reset_optimizer(self) -> None:

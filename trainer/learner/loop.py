@@ -313,7 +313,8 @@ class Learner:
 
     def _publish(self) -> None:
         with self._devices.held(), self._timed("publish"), self._tracer.sync(self._step):
-            self._publisher.publish(self._step, self._step, self._trainer.tensors())
+            tensors = self._trainer.tensors(with_base=self._publisher.needs_base())
+            self._publisher.publish(self._step, self._step, tensors)
             self._published = self._step
         set_process_log_fields(version=self._step)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -22,6 +22,8 @@ BASE = ".base_layer."
 FACTORS = (".lora_A.", ".lora_B.")
 PREFIX = "base_model.model."
 """PEFT's prefix."""
+WeightForm = Literal["merged", "parts", "adapter"]
+"""`merged`: adapters in their base; `parts`: base and adapters, these by PEFT's names; `adapter`: adapters alone."""
 
 
 def add_adapters(model: nn.Module, args: ModelArgs, seed: int) -> None:
@@ -80,6 +82,13 @@ class ExportedWeight:
             return base
         down, up = factors
         return (base.float() + self.scaling * (up.float() @ down.float())).to(base.dtype)
+
+
+def exported_weights(module: nn.Module, form: WeightForm, wrapper: str) -> Iterator[ExportedWeight]:
+    if form == "merged":
+        return merged_weights(module)
+    weights = unmerged_weights(module, wrapper)
+    return weights if form == "parts" else (weight for weight in weights if weight.name.startswith(PREFIX))
 
 
 def merged_weights(module: nn.Module) -> Iterator[ExportedWeight]:

@@ -55,9 +55,9 @@ class RankZeroTrainer:
         self._broadcast("evaluate", [pack_group(group) for group in groups])
         return self._trainer.evaluate(groups)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        self._broadcast("tensors")
-        yield from self._trainer.tensors()
+    def tensors(self, *, with_base: bool = True) -> Iterator[tuple[str, Tensor]]:
+        self._broadcast("tensors", with_base)
+        yield from self._trainer.tensors(with_base=with_base)
 
     def offload_states(self) -> None:
         self._broadcast("offload_states")
@@ -107,7 +107,7 @@ def follow_rank_zero(trainer: Trainer, ranks: Ranks, config: AlgorithmConfig) ->
             case "evaluate":
                 trainer.evaluate([unpack_group(group) for group in arguments[0]])
             case "tensors":
-                for _ in trainer.tensors():
+                for _ in trainer.tensors(with_base=arguments[0]):
                     pass
             case "offload_states":
                 trainer.offload_states()

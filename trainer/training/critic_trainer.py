@@ -96,7 +96,7 @@ class CriticTrainer:
         del groups
         return {}
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, *, with_base: bool = True) -> Iterator[tuple[str, Tensor]]:  # noqa: ARG002
         """Yield nothing: a critic is not published."""
         return iter(())
 

@@ -32,7 +32,7 @@ from offbeat.trainer.engines.process_group import READY, Ranks, barrier, broadca
 from offbeat.trainer.engines.state_files import load_tensors
 from offbeat.trainer.models.export import copy_model_files, export_weights
 from offbeat.trainer.models.loading import load_policy, load_reward_model
-from offbeat.trainer.models.lora import FACTORS, save_adapter
+from offbeat.trainer.models.lora import save_adapter
 from offbeat.trainer.models.policy import PackedCritic, PackedPolicy
 from offbeat.trainer.models.reward_model import PackedRewardModel
 from offbeat.trainer.models.tokenizer_check import check_same_tokens
@@ -81,9 +81,9 @@ class Trainer(Protocol):
         """Return the losses of validation groups."""
         ...
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, *, with_base: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights to publish by Hugging Face name, or base and adapter, each valid until the next; exhaust
-        it."""
+        it. with_base: False leaves out the base of a published adapter."""
         ...
 
     def offload_states(self) -> None:
@@ -197,8 +197,10 @@ class PolicyTrainer:
     def preview(self, batch: StepBatch) -> StepPreview | None:
         return self._batches.preview(batch)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return self._policy.tensors(merged=self._config.adapter_settings is None)
+    def tensors(self, *, with_base: bool = True) -> Iterator[tuple[str, Tensor]]:
+        if self._config.adapter_settings is None:
+            return self._policy.tensors("merged")
+        return self._policy.tensors("parts" if with_base else "adapter")
 
     def exported_tensors(self) -> Iterator[tuple[str, Tensor]]:
         return self._policy.tensors()
@@ -397,10 +399,9 @@ class PolicyTrainer:
                 pass
 
     def _save_adapter(self, folder: Path) -> None:
-        tensors = self._policy.tensors(merged=False)  # on every rank: ZeRO-3 gathers them
         factors = {
-            name: tensor.to("cpu", copy=True) for name, tensor in tensors if any(each in name for each in FACTORS)
-        }
+            name: tensor.to("cpu", copy=True) for name, tensor in self._policy.tensors("adapter")
+        }  # on every rank
         start = self._run.output_dir / START
         if self._ranks.rank == 0:
             base = start if start.is_dir() else self._run.model_folder

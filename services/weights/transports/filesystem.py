@@ -29,6 +29,14 @@ if TYPE_CHECKING:
 
 PERMANENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 """Errors of a wrong URL, a missing bucket or missing rights."""
+CREDENTIALS = {
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "ProfileNotFound",
+    "DefaultCredentialsError",
+    "ClientAuthenticationError",
+}
+"""Names of the errors of botocore, google-auth and azure-core for missing credentials, which are no `PermissionError`."""
 
 
 class FilesystemTransport:
@@ -123,6 +131,8 @@ def _translating(failure: str, transient: type[MeshError] = StoreUnavailableErro
     except PERMANENT as error:
         raise WeightsError(f"{failure}: {error}") from error
     except Exception as error:  # of the store's own library, which may be no OSError
+        if any(each.__name__ in CREDENTIALS for each in type(error).__mro__):
+            raise WeightsError(f"{failure}: {type(error).__name__}: {error}") from error
         raise transient(f"{failure}: {type(error).__name__}: {error}") from error
 
 

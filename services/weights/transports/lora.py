@@ -47,10 +47,10 @@ class AdapterTransport:
 
     def copies(self, tensors: "Iterable[tuple[str, Tensor]]") -> "dict[str, Tensor]":
         """Return copies, without a stored base."""
-        there = self._is_base_stored()
+        there = self.is_base_stored()
         return self._inner.copies((name, each) for name, each in tensors if not there or name.startswith(PREFIX))
 
-    def _is_base_stored(self) -> bool:
+    def is_base_stored(self) -> bool:
         """Return whether the base is stored; an unavailable store counts as having kept it."""
         if self._base is None:
             return False

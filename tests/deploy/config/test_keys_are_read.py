@@ -1,4 +1,7 @@
-"""No key is accepted and without effect: each is read by code that does more than check it."""
+"""No key is accepted and without effect: each is read by code that does more than check it.
+
+By name; `python -m tests.deploy.config.typed_reads` tells keys of one name in several models apart.
+"""
 
 import ast
 from collections.abc import Iterator

@@ -269,6 +269,24 @@ async def test_a_version_waits_for_a_store_that_is_down(
         learner.publisher.close()
 
 
+def test_missing_credentials_are_an_error_that_is_not_waited_for(
+    server: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    S3FileSystem.clear_instance_cache()
+    config = WeightsConfig(transport="fs", url=f"s3://{BUCKET}/weights")
+    waited: list[Exception] = []
+    learner = Learner(server, config, should_retry=lambda error: not waited.append(error))
+    learner.publish(0)
+    with pytest.raises(WeightsError, match="NoCredentialsError: Unable to locate credentials"):
+        learner.publisher.flush()
+    assert waited == []
+    learner.publisher.close()
+
+
 async def test_an_announcement_whose_answer_was_lost_stands(
     server: redis.Redis, redis_url: str, config: WeightsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,3 +356,21 @@ async def test_no_read_lasts_for_longer_than_a_dead_connection_goes_unnoticed(
         with pytest.raises(RetryableError):
             await RedisWeightSubscriber(client, RUN, config, Path("unused")).wait_newer(-1, 30.0)
     assert max(blocks) < SOCKET_TIMEOUT_S * 1000
+
+
+def test_the_base_of_adapters_is_needed_until_it_is_stored(server: redis.Redis, config: WeightsConfig) -> None:
+    with Learner(server, config, adapter={"r": 1}) as learner:
+        base, adapter = ("w", torch.zeros(4)), ("base_model.model.w.lora_A.weight", torch.ones(1, 4))
+        assert learner.publisher.needs_base()
+        learner.publisher.publish(0, 0, [base, adapter])
+        assert not learner.publisher.needs_base(), "it has waited for the announcement in progress"
+        learner.publisher.publish(1, 1, [adapter])
+        learner.publisher.flush()
+        newest = learner.publisher.newest()
+        assert newest is not None
+        assert newest.anchor is not None
+        assert newest.version == 1
+        Path(newest.anchor.location).unlink()
+        assert learner.publisher.needs_base()
+    with Learner(server, config, epoch=2) as merged:
+        assert merged.publisher.needs_base()

@@ -335,6 +335,11 @@ def test_a_value_of_roll_that_nothing_here_does_is_refused(key: str, value: obje
     assert "has no effect (" in issue.message
 
 
+def test_an_agents_answers_per_turn_point_to_the_group_size():
+    _, (issue,) = canonicalize({**ENVS, "val_env_manager": {"generating_args": {"num_return_sequences": 2}}})
+    assert "set val_env_manager.group_size" in issue.message
+
+
 @pytest.mark.parametrize(
     ("key", "manager"),
     [

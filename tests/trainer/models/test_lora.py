@@ -68,7 +68,7 @@ def test_unmerged_weights_have_pefts_names_and_give_the_merged_ones(folder: Path
 
     start = published(load_policy(folder, ModelArgs(), seed=1))
     policy, engine = trained(folder, QV)
-    parts = dict(engine.tensors(merged=False))
+    parts = dict(engine.tensors("parts"))
     base = {name: tensor for name, tensor in parts.items() if name in start}
     assert base.keys() == start.keys()
     assert all(torch.equal(tensor, base[name]) for name, tensor in start.items())

@@ -42,7 +42,8 @@ class Ends:
         return made
 
     def publish(self, version: int) -> Manifest:
-        tensors = self.learner.copies([*BASE.items(), *adapter(version).items()])
+        base = {} if self.learner.is_base_stored() else BASE
+        tensors = self.learner.copies([*base.items(), *adapter(version).items()])
         return manifest_of(version, self.learner.stage(version, 1, tensors))
 
     @contextmanager
