@@ -57,7 +57,7 @@ class InPlaceRouter(TopKRouter):
 
 
 class MegatronPolicy(PackedPolicy):
-    """Policy of a Megatron model; `model_config` is the transformers model's."""
+    """Policy of a Megatron model, without value head or images."""
 
     def __init__(self, source: PackedPolicy) -> None:
         """Copy the weights of `source`.
