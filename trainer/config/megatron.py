@@ -35,12 +35,11 @@ def translate_megatron(tree: Tree) -> list[ConfigIssue]:
     if "use_distributed_optimizer" in config:
         shards = config.pop("use_distributed_optimizer")
         name = strategy.get("strategy_name")
-        is_sharded = name == "fsdp2_train" or (
-            name != "megatron_train" and bool(strategy.setdefault("zero_stage", int(shards is True)))
-        )
-        if shards is not is_sharded and name != "megatron_train":  # whose one process has nothing to shard
-            message = "contradicts strategy_args.zero_stage, or fsdp2_train, which shards: leave this out"
-            issues.append(_issue("use_distributed_optimizer", message))
+        if name != "megatron_train":  # whose one process has nothing to shard
+            is_sharded = name == "fsdp2_train" or bool(strategy.setdefault("zero_stage", int(shards is True)))
+            if shards is not is_sharded:
+                message = "contradicts strategy_args.zero_stage, or fsdp2_train, which shards: leave this out"
+                issues.append(_issue("use_distributed_optimizer", message))
     return issues
 
 

@@ -26,6 +26,8 @@ def find_megatron_obstacle(architecture: Mapping[str, Any]) -> str:
             return f"the model's {key} is {value}, and it trains only models with {values[0]}"
     if architecture.get("attention_bias") and model_type != "qwen2_moe":
         return "the model's attention_bias is true, and it trains only models without one in attention's output"
+    if architecture.get("num_experts_per_tok") == 1 and architecture.get("norm_topk_prob"):
+        return "the model's num_experts_per_tok is 1 with norm_topk_prob, which gives its router no gradient"
     rope: Mapping[str, object] = architecture.get("rope_parameters") or architecture.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in ("default", "linear", "llama3"):

@@ -42,8 +42,12 @@ class MegatronEngine(OnRanks):
         """Take over the weights of `module`, which loses them.
 
         Raises:
-            ValueError: Megatron can't train this model.
+            ValueError: there are several processes, or Megatron can't train this model.
         """
+        if ranks.world_size > 1:  # also by `attach --nproc` or torchrun, which no check of the configuration sees
+            raise ValueError(
+                f"megatron_train trains in one process, but the policy has {ranks.world_size}: take one, or fsdp2_train"
+            )
         super().__init__(ranks)
         if not parallel_state.is_initialized():
             parallel_state.initialize_model_parallel()

@@ -57,7 +57,7 @@ class InPlaceRouter(TopKRouter):
 
 
 class MegatronPolicy(PackedPolicy):
-    """Policy of a Megatron model; `model_config` is the transformers model's."""
+    """Policy whose model is Megatron's, with the weights of a transformers policy."""
 
     def __init__(self, source: PackedPolicy) -> None:
         """Copy the weights of `source`.

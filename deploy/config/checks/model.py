@@ -28,6 +28,8 @@ SHAPE_KEYS = (
     "head_dim",
 )
 """`config.json` keys that determine a checkpoint's weights."""
+EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Models' keys for the number of experts."""
 
 
 def has_vision(config: RunConfig) -> bool:
@@ -49,6 +51,26 @@ def check_engine_arguments(config: RunConfig) -> Iterator[ConfigIssue]:
         near = difflib.get_close_matches(name, known, 1)
         hint = f"; did you mean `{near[0]}`?" if near else ": see `vllm serve --help=all`"
         yield ConfigIssue(f"{ENGINE}.{name}", f"vLLM has no such engine argument{hint}", *near)
+
+
+def check_experts(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield vLLM on a CPU for a mixture of experts, whose logprobs differ from the trainer's (docs/learner.md)."""
+    infer = config.actor_infer
+    if not config.uses_engine or infer.device != "cpu" or infer.strategy_args.strategy_name != "vllm":
+        return
+    try:
+        architecture = load_architecture(config)
+    except (OSError, ValueError, MissingWordsError):
+        return  # an unreadable model has its own error
+    for key in EXPERTS_KEYS:
+        number = _get(architecture, key)
+        if isinstance(number, int) and number > 1:
+            yield ConfigIssue(
+                "actor_infer.strategy_args.strategy_name",
+                f"the model has {number} experts, and vLLM's logprobs on a CPU are not the trainer's: take hf_infer",
+                "hf_infer",
+            )
+            return
 
 
 def check_model_split(config: RunConfig) -> Iterator[ConfigIssue]:

@@ -14,7 +14,12 @@ from offbeat.deploy.config.checks.episodes import check_episodes
 from offbeat.deploy.config.checks.hf_infer import check_hf_infer
 from offbeat.deploy.config.checks.lora import check_lora
 from offbeat.deploy.config.checks.megatron import check_megatron
-from offbeat.deploy.config.checks.model import check_engine_arguments, check_model_split, check_resumed_model
+from offbeat.deploy.config.checks.model import (
+    check_engine_arguments,
+    check_experts,
+    check_model_split,
+    check_resumed_model,
+)
 from offbeat.deploy.config.checks.prompts import OnStep, check_first_prompts, ignore_step
 from offbeat.deploy.config.checks.resume import check_resume
 from offbeat.deploy.config.checks.rewards import check_rewards, check_rlvr
@@ -98,6 +103,7 @@ def _check_static(config: RunConfig, cores: float | None, nodes: Sequence[Cluste
         *check_sglang(config),
         *check_resumed_model(config),
         *check_model_split(config),
+        *check_experts(config),
         *check_megatron(config),
         *check_sampling(config),
         *check_lora(config),

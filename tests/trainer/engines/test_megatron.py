@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,12 @@ def test_a_state_of_another_model_or_engine_is_refused(typical: Path, ranks: Ran
         engine(typical, ranks).load(tmp_path / "empty")
     with pytest.raises(RuntimeError, match="decay_all_weights=false"):
         engine(typical, ranks, SMOOTH.model_copy(update={"decay_all_weights": True})).load(tmp_path / "state")
+
+
+def test_several_processes_are_refused(typical: Path, ranks: Ranks) -> None:
+    """Their number is the configuration's or that of `attach --nproc`, and no gradient would be summed."""
+    with pytest.raises(ValueError, match="one process, but the policy has 2"):
+        engine(typical, replace(ranks, world_size=2))
 
 
 def test_offloaded_states_come_back_as_they_were(typical: Path, ranks: Ranks) -> None:

@@ -86,6 +86,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"use_sliding_window": True}, "use_sliding_window is True"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+        ({"model_type": "qwen3_moe", "num_experts_per_tok": 1, "norm_topk_prob": True}, "num_experts_per_tok is 1"),
         ({"model_type": "llama", "attention_bias": True}, "attention_bias is true"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is yarn"),
     ],

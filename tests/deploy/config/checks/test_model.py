@@ -122,3 +122,11 @@ def test_a_policy_with_images_is_not_split(key: str):
     train = vision.actor_train.model_copy(update={"num_processes": 2, "strategy_args": strategy})
     issues = check_settings(vision.model_copy(update={"actor_train": train}), cores=8)
     assert "image input" in {issue.path: issue.message for issue in issues}[f"actor_train.strategy_args.{key}"]
+
+
+def test_experts_are_sampled_by_hf_infer_on_a_cpu(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(load_architecture(load_run(QUICKSTART)) | {"num_experts": 4}))
+    key = "actor_infer.strategy_args.strategy_name"
+    assert "the model has 4 experts" in problems(pretrain=str(tmp_path))[key]
+    config = load_run(QUICKSTART, [f"{key}=hf_infer", "actor_infer.strategy_args.strategy_config=null"])
+    assert key not in problems(pretrain=str(tmp_path), actor_infer=config.actor_infer)
