@@ -84,7 +84,8 @@ test-fast: $(STAMP) ## run the tests that need neither Ray, vLLM nor a training 
 		--ignore tests/integration --ignore tests/gpu $(ARGS)
 
 # Tests that start Ray Serve with vLLM mostly wait and check timings, so they run one at a time; the others run in
-# parallel on the remaining CPU, torch with one thread in each, and print their output at the end.
+# parallel on the remaining CPU, with the niceness of Ray's workers and torch's threads limited to one, and print their
+# output at the end.
 test-alone: $(STAMP)
 	@$(BIN)/python -m pytest -q --durations=20 -m alone tests/integration
 

@@ -1,6 +1,7 @@
 """Fixtures of all tests: a real redis-server per session."""
 
 import logging
+import os
 import shutil
 import subprocess
 from collections.abc import Generator, Iterator
@@ -15,6 +16,16 @@ from tests.waiting import wait_until_sync
 
 settings.register_profile("shared-cores", deadline=None)  # a slow machine is not a failure
 settings.load_profile("shared-cores")
+
+
+def pytest_configure() -> None:
+    """Give an xdist worker a session of its own.
+
+    Linux shares CPUs equally among sessions (`man 7 sched`, autogroups), whatever their niceness, and a test of the mesh has
+    several: beside it, all workers in one session had a fifth of two CPUs.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ and os.getpid() != os.getpgrp():
+        os.setsid()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -17,7 +17,7 @@ from offbeat.services.process import free_port
 from tests.integration.data_rank import CASES, PIPELINES, ROWS, STEPS
 from tests.paths import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # three ranks beside the tests of the mesh, on two cores
 
 NAMES = (*CASES, "accumulated")
 
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for rank in range(world):
             environment = {**os.environ, **address, "RANK": str(rank), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
             running.append(subprocess.Popen([sys.executable, str(script), str(folder)], env=environment))
-    assert [process.wait(timeout=400) for process in running] == [0, 0, 0]
+    assert [process.wait(timeout=500) for process in running] == [0, 0, 0]
     return folder / "out"
 
 
