@@ -27,6 +27,8 @@ from tests.waiting import wait_until_sync
 
 RUN = "mapped"
 RESULT = "devices.json"
+START_TIMEOUT_S = 150.0
+"""Longest start of a node, of replicas or of ranks, beside other tests."""
 
 
 class Engine:
@@ -58,7 +60,7 @@ def engines(config: RunConfig) -> list[tuple[str, str]]:
     deployment = serve.deployment(name="engine", num_replicas=3, **options)
     handle = serve.run(deployment(Engine).bind(slots), name="engines", route_prefix=None)
     found: set[tuple[str, str]] = set()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + START_TIMEOUT_S
     while len(found) < 3 and time.monotonic() < deadline:
         found.add(tuple(handle.where.remote().result()))
     return sorted(found)
@@ -74,7 +76,7 @@ def ranks(config: RunConfig, redis: Redis, url: str) -> dict[str, dict[str, str]
     world.open(1)
     names = (VISIBLE, RANKS_PER_NODE, "RANK", "LOCAL_RANK", "WORLD_SIZE")
     found: dict[str, dict[str, str]] = {}
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + START_TIMEOUT_S
     while len(found) < 3 and time.monotonic() < deadline:
         for process in psutil.process_iter():
             try:
@@ -98,7 +100,7 @@ def main(folder: Path, url: str) -> None:
     import asyncio
 
     ray.init(address="auto", namespace="offbeat", log_to_driver=False)
-    wait_until_sync(lambda: len(list_nodes()) == 2, timeout_s=60)
+    wait_until_sync(lambda: len(list_nodes()) == 2, timeout_s=START_TIMEOUT_S)
     config = make_config(folder, url)
     asyncio.run(create_record(config, url))
     nodes = [node.node_id for node in sorted(list_nodes(), key=lambda node: node[1::-1])]

@@ -111,7 +111,7 @@ class RayCluster:
 
     def python(self, script: Path, *arguments: str) -> str:
         """What a program of the tests prints."""
-        done = self._run("python", str(script), *arguments, path=f"{self.folder}:{ROOT}")
+        done = self._run("python", str(script), *arguments, path=f"{self.folder}:{ROOT}", timeout_s=480)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -126,7 +126,9 @@ class RayCluster:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def _run(self, *command: str, path: str | None = None) -> "subprocess.CompletedProcess[str]":
+    def _run(
+        self, *command: str, path: str | None = None, timeout_s: float = 180
+    ) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
             [BIN / command[0], *command[1:]],
             check=False,
@@ -134,7 +136,7 @@ class RayCluster:
             env=self._environment if path is None else {**self._environment, "PYTHONPATH": path},
             capture_output=True,
             text=True,
-            timeout=180,
+            timeout=timeout_s,
         )
 
     def status(self) -> dict[str, str]:
