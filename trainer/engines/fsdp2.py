@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from offbeat.trainer.config.actor_train import TrainingArgs
 from offbeat.trainer.engines.base import MIN_LOSS_SCALE, Hyperparameters, LossFunction, StepOutcome
-from offbeat.trainer.engines.offload import move_moments
+from offbeat.trainer.engines.offload import OffloadableStates
 from offbeat.trainer.engines.param_groups import (
     adam_settings,
     adopt,
@@ -34,7 +34,7 @@ from offbeat.trainer.engines.param_groups import (
 )
 from offbeat.trainer.engines.pipeline import Pipeline
 from offbeat.trainer.engines.process_group import Ranks
-from offbeat.trainer.engines.rank_passes import OnRanks, assign_passes, first_of, gather_outputs
+from offbeat.trainer.engines.rank_passes import assign_passes, first_of, gather_outputs
 from offbeat.trainer.engines.state_files import StateFileError, StatePlanner, StateReader
 from offbeat.trainer.engines.tensor_parallel import split_model
 from offbeat.trainer.models.lora import WeightForm, exported_weights
@@ -47,7 +47,7 @@ SCALER_FILE = "loss_scaler.json"
 """Of float16; equal on all ranks."""
 
 
-class FSDP2Engine(OnRanks):
+class FSDP2Engine(OffloadableStates):
     """`TrainEngine` whose checkpoints load on any number of ranks."""
 
     def __init__(
@@ -200,17 +200,6 @@ class FSDP2Engine(OnRanks):
         weight = parameter.detach()
         full = weight.full_tensor() if isinstance(weight, DTensor) else weight
         return full.to(self._dtype)
-
-    def reset_optimizer(self) -> None:
-        forget(self._optimizer.state.values())
-
-    def offload_states(self) -> None:
-        self._module.to("cpu")
-        move_moments(self._optimizer.state.values(), "cpu")
-
-    def load_states(self) -> None:
-        self._module.to(self.device)
-        move_moments(self._optimizer.state.values(), self.device)
 
     def save(self, folder: Path) -> None:
         model, optimizer = get_state_dict(self._module, self._optimizer)

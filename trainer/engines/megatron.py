@@ -15,17 +15,15 @@ from torch import Tensor, nn
 from offbeat.trainer.config.actor_train import TrainingArgs
 from offbeat.trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
 from offbeat.trainer.engines.deepspeed import ClippingAdamW
-from offbeat.trainer.engines.offload import move_moments
+from offbeat.trainer.engines.offload import OffloadableStates
 from offbeat.trainer.engines.param_groups import (
     adam_settings,
     adopt,
     check_layout,
-    forget,
     parameter_groups,
     write_layout,
 )
 from offbeat.trainer.engines.process_group import Ranks
-from offbeat.trainer.engines.rank_passes import OnRanks
 from offbeat.trainer.engines.state_files import load_tensors
 from offbeat.trainer.models.lora import WeightForm
 from offbeat.trainer.models.megatron import MegatronPolicy
@@ -37,7 +35,7 @@ WEIGHT, MOMENTS = "weight", ("step", "exp_avg", "exp_avg_sq")
 """Prefixes of names in the state file: of weights, and AdamW's of its tensors."""
 
 
-class MegatronEngine(OnRanks):
+class MegatronEngine(OffloadableStates):
     def __init__(self, module: PackedPolicy, training: TrainingArgs, ranks: Ranks) -> None:
         """Take over the weights of `module`, which loses them.
 
@@ -52,9 +50,9 @@ class MegatronEngine(OnRanks):
         if not parallel_state.is_initialized():
             parallel_state.initialize_model_parallel()
         self._training = training
-        self._policy = MegatronPolicy(module).to(ranks.device)
+        self._module = MegatronPolicy(module).to(ranks.device)
         nn.Module.to(module.model, "meta")
-        groups = parameter_groups(self._policy, training, (nn.Embedding, VocabParallelEmbedding))
+        groups = parameter_groups(self._module, training, (nn.Embedding, VocabParallelEmbedding))
         self._kinds = tuple(groups)
         self._optimizer = ClippingAdamW(
             [{"params": group} for group in groups.values()],
@@ -69,8 +67,8 @@ class MegatronEngine(OnRanks):
         self, batch: Sequence[PackedInput], loss: LossFunction[Any], hyperparameters: Hyperparameters
     ) -> StepOutcome:
         adopt(self._optimizer.param_groups, self._kinds, hyperparameters)
-        self._policy.train()
-        for share in self.shares(self._policy, batch, loss):
+        self._module.train()
+        for share in self.shares(self._module, batch, loss):
             share.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -79,27 +77,16 @@ class MegatronEngine(OnRanks):
 
     @torch.no_grad()
     def infer(self, batch: Sequence[PackedInput], read: Callable[[Any], Tensor] | None = None) -> list[Tensor]:
-        self._policy.eval()
-        return self.outputs(self._policy, batch, read)
+        self._module.eval()
+        return self.outputs(self._module, batch, read)
 
     def tensors(self, form: WeightForm = "merged") -> Iterator[tuple[str, Tensor]]:  # noqa: ARG002
-        return self._policy.named_weights()
-
-    def reset_optimizer(self) -> None:
-        forget(self._optimizer.state.values())
-
-    def offload_states(self) -> None:
-        self._policy.to("cpu")
-        move_moments(self._optimizer.state.values(), "cpu")
-
-    def load_states(self) -> None:
-        self._policy.to(self.device)
-        move_moments(self._optimizer.state.values(), self.device)
+        return self._module.named_weights()
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tensors: dict[str, Tensor] = {}
-        for name, parameter in self._policy.named_parameters():
+        for name, parameter in self._module.named_parameters():
             values = {WEIGHT: parameter.detach(), **self._optimizer.state[parameter]}
             tensors |= {f"{key}.{name}": value for key, value in values.items()}
         save_file(tensors, folder / STATE_FILE)
@@ -111,7 +98,7 @@ class MegatronEngine(OnRanks):
         if not path.is_file():
             raise RuntimeError(f"{folder} has no state of this engine: {STATE_FILE} is missing")
         tensors = load_tensors(path)
-        for name, parameter in self._policy.named_parameters():
+        for name, parameter in self._module.named_parameters():
             weight = tensors.get(f"{WEIGHT}.{name}")
             if weight is None or weight.shape != parameter.shape:
                 raise RuntimeError(f"{folder} has no state of this model: {name} is missing, or of another shape")

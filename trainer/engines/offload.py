@@ -1,9 +1,13 @@
-"""Moments of optimizers in the host's memory."""
+"""Weights and moments of optimizers in the host's memory."""
 
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
+
+from offbeat.trainer.engines.param_groups import forget
+from offbeat.trainer.engines.rank_passes import OnRanks
 
 STEP = "step"
 """Count that AdamW keeps in the host's memory."""
@@ -14,3 +18,21 @@ def move_moments(states: Iterable[dict[str, Any]], device: torch.device | str) -
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and name != STEP:
                 state[name] = value.to(device)
+
+
+class OffloadableStates(OnRanks):
+    """Rank's module and optimizer, whose states leave the device and return."""
+
+    _module: nn.Module
+    _optimizer: torch.optim.Optimizer
+
+    def reset_optimizer(self) -> None:
+        forget(self._optimizer.state.values())
+
+    def offload_states(self) -> None:
+        self._module.to("cpu")
+        move_moments(self._optimizer.state.values(), "cpu")
+
+    def load_states(self) -> None:
+        self._module.to(self.device)
+        move_moments(self._optimizer.state.values(), self.device)
