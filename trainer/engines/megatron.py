@@ -36,6 +36,9 @@ WEIGHT, MOMENTS = "weight", ("step", "exp_avg", "exp_avg_sq")
 
 
 class MegatronEngine(OffloadableStates):
+    _module: MegatronPolicy
+    _optimizer: ClippingAdamW
+
     def __init__(self, module: PackedPolicy, training: TrainingArgs, ranks: Ranks) -> None:
         """Take over the weights of `module`, which loses them.
 
