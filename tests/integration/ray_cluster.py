@@ -16,6 +16,7 @@ import yaml
 
 from offbeat.deploy.token_file import TOKEN_FILE
 from offbeat.services.process import free_port
+from tests.integration.mesh import HTTP
 from tests.paths import ROOT
 from tests.waiting import wait_until_sync
 
@@ -91,7 +92,7 @@ class RayCluster:
     def _dashboard_answers(self) -> bool:
         assert self._nodes[0].poll() is None, (self.folder / "ray-0.out").read_text()
         try:
-            return httpx.get(f"{self._environment['RAY_DASHBOARD_ADDRESS']}/api/version", timeout=2.0).status_code < 500
+            return HTTP.get(f"{self._environment['RAY_DASHBOARD_ADDRESS']}/api/version").status_code < 500
         except httpx.HTTPError:
             return False
 
@@ -184,7 +185,7 @@ class RayCluster:
 
     def actors(self) -> list[dict[str, Any]]:
         """Living actors, as Ray's dashboard lists them."""
-        answer = httpx.get(
+        answer = HTTP.get(
             f"{self._environment['RAY_DASHBOARD_ADDRESS']}/api/v0/actors",
             params={"filter_keys": "state", "filter_predicates": "=", "filter_values": "ALIVE", "detail": "true"},
             headers={"Authorization": f"Bearer {(self._home / '.ray/auth_token').read_text().strip()}"},

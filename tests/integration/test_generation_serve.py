@@ -48,7 +48,7 @@ from tests.integration.policy_weights import (
 from tests.services.weights.publishing import give_lease
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.alone, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.alone, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 RUN = f"serve-{os.getpid()}"
 FLOAT_NOISE = 5e-5
@@ -59,7 +59,7 @@ CONFIG = GenerationConfig(
     strategy_args=EngineStrategy(strategy_config=VllmConfig(enable_sleep_mode=True)),
 )
 WEIGHTS = WeightsConfig()
-RESTART_S = 120.0
+RESTART_S = 240.0
 
 
 class Mesh:
@@ -223,8 +223,8 @@ async def test_a_turn_of_the_learner_interrupts_answers_whose_tokens_are_kept(
     await generate(client, mesh.request())
     turns = LearnerTurns(mesh.redis, RUN, "", 1, lease_s=2 * RESTART_S)
     assert await asyncio.to_thread(turns.begin, lambda: False)
-    late = asyncio.create_task(generate(client, mesh.request()))
     assert await is_running(0)
+    late = asyncio.create_task(generate(client, mesh.request()))
     version = mesh.publish()
     assert not answers.done()
     turns.end()

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from offbeat.services.weights.transports.base import owner_of
+from tests.integration.mesh import HTTP
 from tests.integration.steering import (
     OFFBEAT,
     STILL_S,
@@ -104,7 +105,7 @@ class Command:
     def call(self, method: str, path: str, body: dict[str, float] | None = None) -> Any:
         """What the control service answers, or None while it does not."""
         try:
-            return httpx.request(method, f"{self.url}{path}", json=body, timeout=10.0).raise_for_status().json()
+            return HTTP.request(method, f"{self.url}{path}", json=body).raise_for_status().json()
         except (OSError, ValueError, httpx.HTTPError):
             return None
 
