@@ -32,7 +32,7 @@ $(eval $(call pass-on,SSL_CERT_FILE,PIP_CERT))
 ifeq ($(EXTRA)$(UV_FIND_LINKS),cpu)
 TORCH_BACKEND := --torch-backend cpu
 endif
-.PHONY: help setup browser monitoring train rlvr test test-fast test-alone test-others check test-harbor test-cookbook bench simulate docs site animation clean
+.PHONY: help setup browser monitoring train rlvr test test-fast test-alone test-others test-nightly check test-harbor test-cookbook bench simulate docs site animation clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -72,7 +72,7 @@ rlvr: $(STAMP) ## train a tiny policy on made arithmetic with checked answers: m
 	@$(BIN)/python -m offbeat.envs.dataset.arithmetic runs/data/arithmetic_val.jsonl --held-out
 	@$(BIN)/offbeat train deploy/configs/rlvr.yaml $(ARGS)
 
-test: $(STAMP) ## run all tests, or what ARGS names
+test: $(STAMP) ## run all tests but the nightly ones, or what ARGS names
 ifeq ($(strip $(ARGS)),)
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 test-alone test-others
 else
@@ -87,12 +87,15 @@ test-fast: $(STAMP) ## run the tests that need neither Ray, vLLM nor a training 
 # parallel on the remaining CPU, with the niceness of Ray's workers and torch's threads limited to one, and print their
 # output at the end.
 test-alone: $(STAMP)
-	@$(BIN)/python -m pytest -q --durations=20 -m alone tests/integration
+	@$(BIN)/python -m pytest -q --durations=20 -m 'alone and not nightly' tests/integration
 
 test-others: $(STAMP)
 	@output=$$(mktemp); failed=0; \
-	OMP_NUM_THREADS=1 nice -n 15 $(BIN)/python -m pytest -q --durations=20 -n 2 --dist loadfile --no-loadscope-reorder -m 'not alone' >$$output 2>&1 || failed=$$?; \
+	OMP_NUM_THREADS=1 nice -n 15 $(BIN)/python -m pytest -q --durations=20 -n 2 --dist loadfile --no-loadscope-reorder -m 'not alone and not nightly' >$$output 2>&1 || failed=$$?; \
 	echo; cat $$output; rm $$output; exit $$failed
+
+test-nightly: $(STAMP) ## run the tests that `make test` leaves out: an hour, alone on the machine
+	@$(BIN)/python -m pytest -q --durations=20 -m nightly tests/integration $(ARGS)
 
 # Harbor needs Python 3.12; of Offbeat's own requirements, those of its envs suffice there.
 test-harbor: ## test Harbor's trials on the sandbox, in an environment of their own (HARBOR_PYTHON=python3.12)

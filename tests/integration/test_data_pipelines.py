@@ -36,7 +36,10 @@ ENDS = {
 RECORDING = ("record_batches=100",)
 
 
-@pytest.fixture(scope="module", params=["sft", "dpo", "kto", "distill"])
+PIPELINES = ("sft", "dpo", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("kto", "distill")))
+
+
+@pytest.fixture(scope="module", params=PIPELINES)
 def undisturbed(
     request: pytest.FixtureRequest, redis_server: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Run]:

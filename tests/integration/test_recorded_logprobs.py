@@ -26,6 +26,7 @@ FLOAT_NOISE = 3e-5
 WHOLE = ("save_steps=1", "max_ckpt_to_keep=100", "record_batches=100", "zero_variance=train")
 
 
+@pytest.mark.nightly
 def test_recorded_logprobs_are_those_of_their_versions_weights(start: Start) -> None:
     """Turns within one version; under `keep` a longer one continues on older keys and values, which its spans tell."""
     overrides = (*WHOLE, "max_steps=5", "actor_infer.strategy_args.strategy_name=hf_infer")
