@@ -219,7 +219,9 @@ class HarborEnv(gymnasium.Env[str, str]):
 def describe_trial(config: HarborConfig, task: HarborTask) -> str:
     """Return what the agent that runs Harbor reads, as JSON."""
     keys = {"agent", "environment", "trials_dir", "reward_key", "success_reward"}
-    return json.dumps({"task_dir": str(task.folder.resolve()), **config.model_dump(mode="json", include=keys)})
+    limits = config.sandbox.model_dump(mode="json", exclude_unset=True)
+    settings = {**config.model_dump(mode="json", include=keys), "limits": limits}
+    return json.dumps({"task_dir": str(task.folder.resolve()), **settings})
 
 
 def format_output(result: CommandResult, timeout_s: float) -> str:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-
 from offbeat.envs.sandbox.container import ContainerShell, check_container
 from offbeat.envs.sandbox.shell import Shell, ShellLimits, check_shell
 

@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-from offbeat.envs.sandbox.engine import find_image, run_command, trusted_env
+from offbeat.envs.sandbox.engine import find_image, run_command, seccomp_profile, trusted_env
 from offbeat.envs.sandbox.run import STARTUP_TIMEOUT_S, IsolationError
 from offbeat.envs.sandbox.shell import (
     HOME,
@@ -104,19 +104,7 @@ class ContainerShell:
         self._lock = threading.Lock()
         self._folders = tuple(dict.fromkeys((*folders, HOME, *self._image.volumes)))
         self._name = f"offbeat-{uuid.uuid4().hex}"
-        command = run_command(self._image, self._name, self._folders, limits)
-        with tempfile.TemporaryFile() as errors:
-            self._supervisor: subprocess.Popen[bytes] | None = subprocess.Popen(
-                ["/bin/sh", "-c", SUPERVISOR, "sh", self._name, str(math.ceil(limits.timeout_s)), *command],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                start_new_session=True,
-            )
-            is_started = _read_line(_opened(self._supervisor.stdout), 2 * STARTUP_TIMEOUT_S) == b"started"
-            if not is_started:
-                self.close()
-                raise ShellError(f"the container did not start: {_last_line(errors)}")
+        self._supervisor: subprocess.Popen[bytes] | None = self._start()
         try:
             self._devices = self._call("start", DEVICES)
         except ShellError:
@@ -195,13 +183,28 @@ class ContainerShell:
 
     def close(self) -> None:
         """Remove the container."""
-        if self._supervisor is None:
-            return
-        _opened(self._supervisor.stdin).close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._supervisor.wait(REPLY_TIMEOUT_S)
-        _opened(self._supervisor.stdout).close()
-        self._supervisor = None
+        if self._supervisor is not None:
+            _end(self._supervisor)
+            self._supervisor = None
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        profile = seccomp_profile(self._image.command)
+        with tempfile.TemporaryFile() as errors, tempfile.NamedTemporaryFile("w", suffix=".json") as seccomp:
+            seccomp.write(profile or "")
+            seccomp.flush()
+            path = seccomp.name if profile else None
+            command = run_command(self._image, self._name, self._folders, self._limits, seccomp=path)
+            supervisor = subprocess.Popen(
+                ["/bin/sh", "-c", SUPERVISOR, "sh", self._name, str(math.ceil(self._limits.timeout_s)), *command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+            )
+            if _read_line(_opened(supervisor.stdout), 2 * STARTUP_TIMEOUT_S) != b"started":
+                _end(supervisor)
+                raise ShellError(f"the container did not start: {_last_line(errors)}")
+            return supervisor
 
     def _read_output(self, process: "subprocess.Popen[bytes]", pid: str, timeout_s: float) -> CommandResult:
         start = time.monotonic()
@@ -219,9 +222,7 @@ class ContainerShell:
                 timed_out, deadline = True, time.monotonic() + REPLY_TIMEOUT_S
                 self._run('kill -9 -- "-$1"', pid)
         (head, tail), num_dropped = output.text()
-        text = join_output(
-            base64.b64decode(head), base64.b64decode(tail), num_dropped, self._limits.max_output_chars
-        )
+        text = join_output(base64.b64decode(head), base64.b64decode(tail), num_dropped, self._limits.max_output_chars)
         exit_code = -9 if timed_out else process.wait(REPLY_TIMEOUT_S)
         return CommandResult(text, exit_code, timed_out, time.monotonic() - start)
 
@@ -321,6 +322,14 @@ def _last_line(errors: IO[bytes]) -> str:
     errors.seek(0)
     lines = errors.read().decode(errors="replace").strip().splitlines()
     return lines[-1] if lines else ""
+
+
+def _end(supervisor: "subprocess.Popen[bytes]") -> None:
+    """End a supervisor's input, at which it removes its container."""
+    _opened(supervisor.stdin).close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        supervisor.wait(REPLY_TIMEOUT_S)
+    _opened(supervisor.stdout).close()
 
 
 def _opened(pipe: IO[bytes] | None) -> IO[bytes]:

@@ -1,11 +1,13 @@
 """podman or docker on this machine: an image, and the command of a container with a shell's limits."""
 
+import errno
 import functools
 import json
 import resource
 import shutil
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from offbeat.envs.sandbox.run import IsolationError
@@ -19,6 +21,12 @@ MAX_NPROC = 4096
 FIRST_PROCESS = "while :; do sleep 3600 & wait; done"
 """Reaps what commands leave; a namespace's first process ignores their signals."""
 OF_PODMAN = ("--read-only-tmpfs=false", "--http-proxy=false", "--image-volume=ignore")
+REFUSED_CALLS = (
+    *("unshare", "setns", "mount", "umount", "umount2", "pivot_root", "chroot", "open_tree", "move_mount", "fsopen"),
+    *("fsconfig", "fsmount", "fspick", "mount_setattr", "keyctl", "add_key", "request_key", "bpf", "userfaultfd"),
+)
+NAMESPACE_FLAGS = 0x7E020000
+"""Of `clone`."""
 INSPECT_TIMEOUT_S = 60.0
 
 
@@ -41,7 +49,7 @@ def _find(name: str, runtime: str | None) -> Image:
     found = [engine for engine in ENGINES if shutil.which(engine)]
     if not found:
         raise IsolationError(
-            f"image {name}: neither podman nor docker is on PATH. Install one, or leave out `image` to use the kernel sandbox"
+            f"image {name}: neither podman nor docker is on PATH. Install one, or leave out `image` for the kernel sandbox"
         )
     errors: list[str] = []
     for engine in found:
@@ -60,12 +68,17 @@ def _find(name: str, runtime: str | None) -> Image:
             return Image(command, name, env, tuple(config.get("Volumes") or ()))
         errors.append(f"{engine}: {(result.stderr.strip().splitlines() or ['no message'])[-1]}")
     raise IsolationError(
-        f"image {name} is not on this machine, and is not pulled during a run (`{found[0]} pull {name}`): {'; '.join(errors)}"
+        f"image {name} is not on this machine, and a run pulls none (`{found[0]} pull {name}`): {'; '.join(errors)}"
     )
 
 
-def run_command(image: Image, name: str, folders: Sequence[str], limits: ShellLimits) -> list[str]:
-    """Return the command that starts container `name`. folders: empty, in memory; podman copies the image's into them."""
+def run_command(
+    image: Image, name: str, folders: Sequence[str], limits: ShellLimits, *, seccomp: str | None = None
+) -> list[str]:
+    """Return the command that starts container `name`.
+
+    folders: in memory; podman copies the image's files into them. seccomp: a file, in place of the default profile.
+    """
     memory = f"{limits.memory_mib}m"
     options = ["--detach", "--name", name, "--pull", "never", "--network", "none", "--read-only", "--user", "0:0"]
     options += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--log-driver", "none", "--no-healthcheck"]
@@ -81,11 +94,41 @@ def run_command(image: Image, name: str, folders: Sequence[str], limits: ShellLi
     for variable in image.env:
         options += ["--env", f"{variable}="]
     options += ["--env", f"PATH={SYSTEM_PATH}", "--stop-timeout", "0", "--workdir", "/", "--entrypoint", "/bin/sh"]
+    if seccomp is not None:
+        options += ["--security-opt", f"seccomp={seccomp}"]
     if image.command[0] == "podman":
         options += OF_PODMAN
     elif limits.runtime:
         options += ["--runtime", limits.runtime]
     return [*image.command, "run", *options, image.name, "-c", FIRST_PROCESS]
+
+
+@functools.cache
+def seccomp_profile(command: tuple[str, ...]) -> str | None:
+    """Return podman's profile without new namespaces and mounts, which docker's refuses anyway; None: the default."""
+    if command[0] != "podman":
+        return None
+    result = subprocess.run(
+        [*command, "info", "--format", "{{.Host.Security.SECCOMPProfilePath}}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        timeout=INSPECT_TIMEOUT_S,
+    )
+    path = Path(result.stdout.strip())
+    if not path.is_file():
+        return None
+    profile: dict[str, Any] = json.loads(path.read_text())
+    for rule in profile["syscalls"]:
+        rule["names"] = [name for name in rule["names"] if name not in ("clone", "clone3", *REFUSED_CALLS)]
+    without_namespaces = {"index": 0, "value": NAMESPACE_FLAGS, "valueTwo": 0, "op": "SCMP_CMP_MASKED_EQ"}
+    profile["syscalls"] = [rule for rule in profile["syscalls"] if rule["names"]] + [
+        {"names": ["clone"], "action": "SCMP_ACT_ALLOW", "args": [without_namespaces]},
+        {"names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": errno.ENOSYS},
+        {"names": list(REFUSED_CALLS), "action": "SCMP_ACT_ERRNO", "errnoRet": errno.EPERM},
+    ]
+    return json.dumps(profile)
 
 
 def trusted_env(image: Image, folders: Sequence[str]) -> dict[str, str]:

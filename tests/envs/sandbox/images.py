@@ -11,10 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.envs.sandbox import IsolationError
-from offbeat.envs.sandbox.backend import check_sandbox
-from offbeat.envs.sandbox.shell import ShellLimits
-
 PODMAN = Path(__file__).parents[3] / ".venv/podman/podman"
 """Of `make podman`."""
 IMAGE = "localhost/offbeat-test:1"
@@ -26,22 +22,36 @@ PROGRAMS = (
 )
 
 
+def find_podman() -> str | None:
+    return os.environ.get("OFFBEAT_PODMAN") or (str(PODMAN) if PODMAN.exists() else shutil.which("podman"))
+
+
+needs_container = pytest.mark.skipif(
+    find_podman() is None, reason="podman is neither on PATH, nor named by OFFBEAT_PODMAN, nor made by `make podman`"
+)
+
+
 @functools.cache
-def missing_podman() -> str:
-    """Put podman on PATH and make the image; return why containers don't run here, or an empty text."""
-    path = os.environ.get("OFFBEAT_PODMAN") or (str(PODMAN) if PODMAN.exists() else shutil.which("podman"))
-    if not path:
-        return "podman is neither on PATH, nor named by OFFBEAT_PODMAN, nor made by `make podman`"
+def make_image() -> str:
+    """Put podman on PATH and make the image; return its name."""
+    path = find_podman()
+    assert path is not None
     os.environ["PATH"] = f"{Path(path).parent}{os.pathsep}{os.environ['PATH']}"
-    try:
-        if subprocess.run([path, "image", "exists", IMAGE], check=False).returncode:
-            with tempfile.NamedTemporaryFile(suffix=".tar") as archive:
-                _write_image(Path(archive.name))
-                subprocess.run([path, "import", archive.name, IMAGE], check=True, capture_output=True)
-        check_sandbox(ShellLimits(image=IMAGE))
-    except (OSError, subprocess.CalledProcessError, IsolationError) as error:
-        return f"containers do not run here: {getattr(error, 'stderr', b'') or error}"
-    return ""
+    if subprocess.run([path, "image", "exists", IMAGE], check=False).returncode:
+        with tempfile.NamedTemporaryFile(suffix=".tar") as archive:
+            _write_image(Path(archive.name))
+            command = [
+                path,
+                "import",
+                "--change",
+                "ENV PATH=/usr/bin:/opt/own",
+                "--change",
+                "ENV LD_PRELOAD=/opt/own/x.so",
+            ]
+            subprocess.run(
+                [*command, "--change", "VOLUME /volume", archive.name, IMAGE], check=True, capture_output=True
+            )
+    return IMAGE
 
 
 def _write_image(path: Path) -> None:
@@ -53,7 +63,7 @@ def _write_image(path: Path) -> None:
         files[f"usr/bin/{name}"] = program
         listed = subprocess.run(["ldd", program], capture_output=True, text=True, check=False).stdout
         for library in re.findall(r"(/\S+) \(0x", listed):
-            files[library.strip("/").replace("lib", "usr/lib", 1) if library.startswith("/lib") else library[1:]] = library
+            files[library.removeprefix("/") if library.startswith("/usr") else f"usr{library}"] = library
     with tarfile.open(path, "w", dereference=True) as tar:
         for folder in ("bin", "lib", "lib64"):
             link = tarfile.TarInfo(folder)
@@ -64,6 +74,3 @@ def _write_image(path: Path) -> None:
         tar.addfile(folder)
         for name, source in files.items():
             tar.add(os.path.realpath(source), name)
-
-
-needs_container = pytest.mark.skipif(bool(missing_podman()), reason=missing_podman())
