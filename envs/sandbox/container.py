@@ -220,7 +220,7 @@ class ContainerShell:
                 if timed_out:
                     break
                 timed_out, deadline = True, time.monotonic() + REPLY_TIMEOUT_S
-                self._run('kill -9 -- "-$1"', pid)
+                self._run('kill -9 "-$1"', pid)
         (head, tail), num_dropped = output.text()
         text = join_output(base64.b64decode(head), base64.b64decode(tail), num_dropped, self._limits.max_output_chars)
         exit_code = -9 if timed_out else process.wait(REPLY_TIMEOUT_S)

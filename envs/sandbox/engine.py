@@ -18,8 +18,8 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 MAX_OPEN_FILES = 1024
 MAX_NPROC = 4096
 """Of the user who is the container's root; `max_processes` limits the container."""
-FIRST_PROCESS = "while :; do sleep 3600 & wait; done"
-"""Reaps what commands leave; a namespace's first process ignores their signals."""
+FIRST_PROCESS = "trap '' HUP INT QUIT TERM; while :; do sleep 3600 & wait; done"
+"""Reaps what commands leave. A namespace's first process gets their signals only where it has a handler, as dash for INT."""
 OF_PODMAN = ("--read-only-tmpfs=false", "--http-proxy=false", "--image-volume=ignore")
 REFUSED_CALLS = (
     *("unshare", "setns", "mount", "umount", "umount2", "pivot_root", "chroot", "open_tree", "move_mount", "fsopen"),

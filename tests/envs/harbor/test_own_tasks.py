@@ -69,7 +69,8 @@ def test_a_task_is_solved_in_a_container(name: str):
     assert "the solution earns 1, doing nothing 0" in text
 
 
-def test_an_image_stands_for_a_tasks_own(task_folder: TaskFolder):
+def test_an_image_stands_for_a_tasks_own(task_folder: TaskFolder, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("offbeat.envs.harbor.obstacles.command_env", lambda: {"PATH": "/nowhere"})
     task_folder.write("environment/Dockerfile", "FROM pytorch/pytorch\nRUN pip install x\n")
     task_folder.write("tests/test.sh", "psql -c x\n")
     (task,) = find_tasks(task_folder.path)

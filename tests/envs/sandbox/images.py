@@ -13,7 +13,7 @@ import pytest
 
 PODMAN = Path(__file__).parents[3] / ".venv/podman/podman"
 """Of `make podman`."""
-IMAGE = "localhost/offbeat-test:1"
+IMAGE = "localhost/offbeat-test:2"
 PROGRAMS = (
     *("awk", "base64", "basename", "bash", "cat", "chmod", "cmp", "comm", "cp", "cut", "date", "diff", "dirname"),
     *("env", "find", "grep", "head", "id", "join", "ln", "ls", "mkdir", "mknod", "mount", "mv", "paste", "ps"),
@@ -46,7 +46,7 @@ def make_image() -> str:
                 "--change",
                 "ENV PATH=/usr/bin:/opt/own",
                 "--change",
-                "ENV LD_PRELOAD=/opt/own/x.so",
+                "ENV OWN=/opt/own",
             ]
             subprocess.run(
                 [*command, "--change", "VOLUME /volume", archive.name, IMAGE], check=True, capture_output=True
