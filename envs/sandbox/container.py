@@ -154,12 +154,13 @@ class ContainerShell:
         """Remove symbolic links below `folders` that lead into `targets`, above them, or into /proc."""
         fields = os.fsdecode(self._call("unlink_to", LINKS, LINK, *folders)).split("\0")
         links = dict(zip(fields[::2], fields[1::2], strict=False))
-        bad = [
-            path
-            for path in links
-            if any(path.startswith(f"{folder}/") for folder in folders)
-            and any(overlap(resolve(path, links), target) for target in (*targets, "/proc"))
-        ]
+        bad: list[str] = []
+        for path in sorted(links, key=lambda each: each.count("/")):
+            if any(path.startswith(f"{folder}/") for folder in folders) and any(
+                overlap(resolve(path, links), target) for target in (*targets, "/proc")
+            ):
+                bad.append(path)
+                del links[path]
         if bad:
             self._call("unlink_to", "exec xargs -0 rm -f --", data=os.fsencode("\0".join(bad)))
 
