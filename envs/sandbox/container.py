@@ -80,6 +80,8 @@ find "$@" -xdev -type d ! -perm -500 -exec chmod u+rwx {} \\;
 find / /dev -xdev -maxdepth 1 -type l -exec sh -c "$link" sh {} + && find "$@" -xdev -type l -exec sh -c "$link" sh {} +
 """
 LINK = 'for path; do target=$(readlink -n "$path"; echo x); printf "%s\\0%s\\0" "$path" "${target%x}"; done'
+CLOSE_TIMEOUT_S = 5.0
+"""Of a supervisor, which goes on to remove its container without its worker."""
 MAX_LINKS = 40
 """Of one path, as in the kernel."""
 LIMITS = """
@@ -182,6 +184,10 @@ class ContainerShell:
         own = {"HOME": HOME, "TMPDIR": "/tmp", "LANG": "C.UTF-8", "TERM": "dumb"}
         return {**trusted_env(self._image, self._folders), **own}
 
+    def probe(self) -> list[str]:
+        """Return `no program NAME` for each that the image lacks, and the container's limit of memory in bytes."""
+        return self._call("check", LIMITS, *PROGRAMS).decode().splitlines()
+
     def close(self) -> None:
         """Remove the container."""
         if self._supervisor is not None:
@@ -270,7 +276,7 @@ def _check(image: str | None, runtime: str | None, memory_mib: int, max_processe
     try:
         shell = ContainerShell(("/tmp",), limits)
         try:
-            lines = shell._call("check", LIMITS, *PROGRAMS).decode().split("\n")[:-1]
+            lines = shell.probe()
         finally:
             shell.close()
     except ShellError as error:
@@ -280,14 +286,14 @@ def _check(image: str | None, runtime: str | None, memory_mib: int, max_processe
         raise IsolationError(f"image {image} lacks {', '.join(missing)}, which its shell needs")
     if runtime is None and str(memory_mib << 20) not in lines:
         raise IsolationError(
-            f"{shell._image.command[0]} does not limit the memory of containers here: as another user than root it needs "
+            f"{find_image(limits).command[0]} does not limit the memory of containers here: as another user than root it needs "
             "cgroups v2, delegated to the user"
         )
 
 
 def resolve(path: str, links: Mapping[str, str]) -> str:
     """Follow a path's symbolic links; stop in /proc, whose own depend on the process, and in a loop."""
-    parts, current, num_links = path.split("/")[::-1], "/", 0
+    parts, current, num_links = list(reversed(path.split("/"))), "/", 0
     while parts and current != "/proc":
         part = parts.pop()
         if part in ("", "."):
@@ -300,7 +306,7 @@ def resolve(path: str, links: Mapping[str, str]) -> str:
         num_links += 1
         if num_links > MAX_LINKS:
             break
-        parts += target.split("/")[::-1]
+        parts += reversed(target.split("/"))
         current = "/" if target.startswith("/") else current
     return current
 
@@ -329,7 +335,7 @@ def _end(supervisor: "subprocess.Popen[bytes]") -> None:
     """End a supervisor's input, at which it removes its container."""
     _opened(supervisor.stdin).close()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        supervisor.wait(REPLY_TIMEOUT_S)
+        supervisor.wait(CLOSE_TIMEOUT_S)
     _opened(supervisor.stdout).close()
 
 
