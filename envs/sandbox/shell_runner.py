@@ -79,10 +79,10 @@ def run(wake_fd, command, cwd, env, timeout_s, max_bytes):
 
 
 class Output:
-    def __init__(self, max_bytes):
+    def __init__(self, max_bytes: int):
         self.half, self.head, self.tail, self.num_bytes = max_bytes // 2, b"", b"", 0
 
-    def read(self, fd):
+    def read(self, fd: int) -> bool:
         """Read once; return False at the end."""
         try:
             data = os.read(fd, READ_BYTES)
@@ -176,7 +176,7 @@ def _make_readable(path):
         os.chmod(path, status.st_mode | 0o700)
 
 
-def overlap(path, target):
+def overlap(path: str, target: str) -> bool:
     """Return whether one of two paths is below the other."""
     return os.path.commonpath([path, target]) in (path, target)
 
