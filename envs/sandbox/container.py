@@ -101,14 +101,14 @@ class ContainerShell:
             IsolationError: podman and docker, or the image, are missing.
             ShellError: the container did not start.
         """
-        self._image = find_image(limits)
+        self.image = find_image(limits)
         self._limits = limits
         self._lock = threading.Lock()
-        self._folders = tuple(dict.fromkeys((*folders, HOME, *self._image.volumes)))
+        self._folders = tuple(dict.fromkeys((*folders, HOME, *self.image.volumes)))
         self._name = f"offbeat-{uuid.uuid4().hex}"
         self._supervisor: subprocess.Popen[bytes] | None = self._start()
         try:
-            self._devices = self._call("start", DEVICES)
+            self._devices = self.call("start", DEVICES)
         except ShellError:
             self.close()
             raise
@@ -146,25 +146,24 @@ class ContainerShell:
                 entry.type = tarfile.DIRTYPE if file.content is None else tarfile.REGTYPE
                 entry.size = len(file.content or b"")
                 tar.addfile(entry, io.BytesIO(file.content or b""))
-        self._call("upload", UPLOAD, folder, data=archive.getvalue())
+        self.call("upload", UPLOAD, folder, data=archive.getvalue())
 
     def clear(self, *folders: str) -> None:
         """Remove the content of folders; create missing ones."""
-        self._call("clear", CLEAR, *folders)
+        self.call("clear", CLEAR, *folders)
 
     def unlink_to(self, folders: Sequence[str], targets: Sequence[str]) -> None:
         """Remove symbolic links below `folders` that lead into `targets`, above them, or into /proc."""
-        fields = os.fsdecode(self._call("unlink_to", LINKS, LINK, *folders)).split("\0")
+        fields = os.fsdecode(self.call("unlink_to", LINKS, LINK, *folders)).split("\0")
         links = dict(zip(fields[::2], fields[1::2], strict=False))
-        bad: list[str] = []
-        for path in sorted(links, key=lambda each: each.count("/")):
-            if any(path.startswith(f"{folder}/") for folder in folders) and any(
-                overlap(resolve(path, links), target) for target in (*targets, "/proc")
-            ):
-                bad.append(path)
-                del links[path]
+        bad = [
+            path
+            for path in links
+            if any(path.startswith(f"{folder}/") for folder in folders)
+            and any(overlap(resolve(path, links), target) for target in (*targets, "/proc"))
+        ]
         if bad:
-            self._call("unlink_to", "exec xargs -0 rm -f --", data=os.fsencode("\0".join(bad)))
+            self.call("unlink_to", "exec xargs -0 rm -f --", data=os.fsencode("\0".join(bad)))
 
     def read(self, path: str, max_bytes: int = 1 << 16) -> bytes | None:
         """Read a regular file, or return None."""
@@ -176,17 +175,13 @@ class ContainerShell:
 
     def kill_processes(self) -> None:
         """Kill all commands and what they started; raises ShellError if they replaced devices of /dev."""
-        if self._call("kill", KILL) != self._devices:
+        if self.call("kill", KILL) != self._devices:
             raise ShellError("kill: a command replaced files of /dev")
 
     def command_env(self) -> dict[str, str]:
         """Return a command's variables: the image's, less paths that a command could fill."""
         own = {"HOME": HOME, "TMPDIR": "/tmp", "LANG": "C.UTF-8", "TERM": "dumb"}
-        return {**trusted_env(self._image, self._folders), **own}
-
-    def probe(self) -> list[str]:
-        """Return `no program NAME` for each that the image lacks, and the container's limit of memory in bytes."""
-        return self._call("check", LIMITS, *PROGRAMS).decode().splitlines()
+        return {**trusted_env(self.image, self._folders), **own}
 
     def close(self) -> None:
         """Remove the container."""
@@ -195,12 +190,12 @@ class ContainerShell:
             self._supervisor = None
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        profile = seccomp_profile(self._image.command)
+        profile = seccomp_profile(self.image.command)
         with tempfile.TemporaryFile() as errors, tempfile.NamedTemporaryFile("w", suffix=".json") as seccomp:
             seccomp.write(profile or "")
             seccomp.flush()
             path = seccomp.name if profile else None
-            command = run_command(self._image, self._name, self._folders, self._limits, seccomp=path)
+            command = run_command(self.image, self._name, self._folders, self._limits, seccomp=path)
             supervisor = subprocess.Popen(
                 ["/bin/sh", "-c", SUPERVISOR, "sh", self._name, str(math.ceil(self._limits.timeout_s)), *command],
                 stdin=subprocess.PIPE,
@@ -233,7 +228,8 @@ class ContainerShell:
         exit_code = -9 if timed_out else process.wait(REPLY_TIMEOUT_S)
         return CommandResult(text, exit_code, timed_out, time.monotonic() - start)
 
-    def _call(self, operation: str, script: str, *arguments: str, data: bytes = b"") -> bytes:
+    def call(self, operation: str, script: str, *arguments: str, data: bytes = b"") -> bytes:
+        """Run a script in the container and return its output; raises `ShellError`, named by the operation, if it fails."""
         with self._lock:
             return self._checked(operation, self._run(script, *arguments, data=data))
 
@@ -259,7 +255,7 @@ class ContainerShell:
     def _exec(self, script: str, *arguments: str) -> list[str]:
         if self._supervisor is None:
             raise ShellError("the shell is closed")
-        return [*self._image.command, "exec", "-i", self._name, "/bin/sh", "-c", script, "sh", *arguments]
+        return [*self.image.command, "exec", "-i", self._name, "/bin/sh", "-c", script, "sh", *arguments]
 
 
 def check_container(limits: ShellLimits) -> None:
@@ -276,7 +272,7 @@ def _check(image: str | None, runtime: str | None, memory_mib: int, max_processe
     try:
         shell = ContainerShell(("/tmp",), limits)
         try:
-            lines = shell.probe()
+            lines = shell.call("check", LIMITS, *PROGRAMS).decode().split("\n")[:-1]
         finally:
             shell.close()
     except ShellError as error:
@@ -286,19 +282,20 @@ def _check(image: str | None, runtime: str | None, memory_mib: int, max_processe
         raise IsolationError(f"image {image} lacks {', '.join(missing)}, which its shell needs")
     if runtime is None and str(memory_mib << 20) not in lines:
         raise IsolationError(
-            f"{find_image(limits).command[0]} does not limit the memory of containers here: as another user than root it needs "
+            f"{shell.image.command[0]} does not limit the memory of containers here: as another user than root it needs "
             "cgroups v2, delegated to the user"
         )
 
 
 def resolve(path: str, links: Mapping[str, str]) -> str:
     """Follow a path's symbolic links; stop in /proc, whose own depend on the process, and in a loop."""
-    parts, current, num_links = list(reversed(path.split("/"))), "/", 0
+    parts, num_links = path.split("/")[::-1], 0
+    current: str = "/"
     while parts and current != "/proc":
         part = parts.pop()
         if part in ("", "."):
             continue
-        following = posixpath.dirname(current) if part == ".." else posixpath.join(current, part)
+        following: str = posixpath.dirname(current) if part == ".." else posixpath.join(current, part)
         target = links.get(following)
         if target is None:
             current = following
@@ -306,7 +303,7 @@ def resolve(path: str, links: Mapping[str, str]) -> str:
         num_links += 1
         if num_links > MAX_LINKS:
             break
-        parts += reversed(target.split("/"))
+        parts += target.split("/")[::-1]
         current = "/" if target.startswith("/") else current
     return current
 

@@ -79,7 +79,7 @@ def run(wake_fd, command, cwd, env, timeout_s, max_bytes):
 
 
 class Output:
-    def __init__(self, max_bytes):
+    def __init__(self, max_bytes: int):
         self.half, self.head, self.tail, self.num_bytes = max_bytes // 2, b"", b"", 0
 
     def read(self, fd: int) -> bool:

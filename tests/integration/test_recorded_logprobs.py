@@ -24,6 +24,13 @@ pytestmark = [pytest.mark.alone, pytest.mark.timeout(400)]
 
 FLOAT_NOISE = 3e-5
 WHOLE = ("save_steps=1", "max_ckpt_to_keep=100", "record_batches=100", "zero_variance=train")
+SLOW = (
+    "custom_envs.FrozenLake.env_type=tests.integration.slow_lake:SlowLake",
+    "custom_envs.FrozenLake.execution=thread",
+    "rollout.num_threads=64",
+    "warm_start.steps=1",  # its demonstrations take as long
+)
+"""Episodes that take longer than a step of the learner."""
 
 
 @pytest.mark.nightly
@@ -42,7 +49,7 @@ def test_recorded_logprobs_are_those_of_their_versions_weights(start: Start) -> 
 def test_kills_with_open_sessions_lose_no_group_and_mix_no_weights(start: Start) -> None:
     """vLLM's replica, an env worker, the learner and the engine core die while episodes stay in the engine and weights
     change."""
-    overrides = (*WHOLE, "max_steps=10")
+    overrides = (*WHOLE, *SLOW, "max_steps=10")
     train = start(*overrides)
     victims = ("ray::ServeReplica:generation", "ray::EnvWorker", "offbeat.trainer.cli", "VLLM::EngineCore")
     for step, victim in zip((1, 3, 5, 7), victims, strict=True):
