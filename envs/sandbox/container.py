@@ -40,10 +40,15 @@ SUPERVISOR = """
 trap '' PIPE
 name=$1 life_s=$2 engine=$3
 shift 2
+folder=$(mktemp -d) && cd "$folder" || exit 1
 "$@" >&2 </dev/null && echo started && timeout "$life_s" cat >/dev/null
 for attempt in 1 2 3; do "$engine" rm --force --volumes "$name" >/dev/null 2>&1 && break; sleep 1; done
+cd / && rm -rf "$folder"
 """
-"""Starts a container; removes it at the end of its input, which the worker holds, or of its time."""
+"""Starts a container; removes it at the end of its input, which the worker holds, or of its time.
+
+Its folder is its own, as conmon writes a file `oom` there when memory runs out.
+"""
 RUN = 'cd -- "$1" && echo $$ && shift && exec env -i "$@" 2>&1'
 UPLOAD = 'mkdir -p -- "$1" && tar -xf - -C "$1"'
 READ = """
