@@ -112,7 +112,7 @@ test-others: $(STAMP)
 	OMP_NUM_THREADS=1 nice -n 15 $(BIN)/python -m pytest -q --durations=20 -n 2 --dist loadfile --no-loadscope-reorder -m 'not alone and not nightly' >$$output 2>&1 || failed=$$?; \
 	echo; cat $$output; rm $$output; exit $$failed
 
-test-nightly: $(STAMP) ## run the tests that `make test` leaves out: an hour, alone on the machine
+test-nightly: $(STAMP) ## run the tests that `make test` leaves out, one at a time
 	@$(BIN)/python -m pytest -q --durations=20 -m nightly tests/integration $(ARGS)
 
 # Harbor needs Python 3.12; of Offbeat's own requirements, those of its envs suffice there.

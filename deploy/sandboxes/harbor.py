@@ -43,12 +43,11 @@ class SandboxEnvironment(base.BaseEnvironment):
     def _validate_definition(self) -> None:
         """Raise ValueError for a task that needs a container."""
         build = read_dockerfile(self._dockerfile)
-        images = () if self._limits.image else build.images
-        obstacles = [
-            f"its Dockerfile: {text}" for text in (*(f"its image {image}" for image in images), *build.obstacles)
-        ]
-        if self.task_env_config.docker_image and not self._dockerfile.is_file() and not self._limits.image:
-            obstacles.append(f"the image {self.task_env_config.docker_image}")
+        obstacles = [f"its Dockerfile: {text}" for text in build.obstacles]
+        if not self._limits.image:
+            obstacles += [f"its Dockerfile: its image {image}" for image in build.images]
+            if self.task_env_config.docker_image and not self._dockerfile.is_file():
+                obstacles.append(f"the image {self.task_env_config.docker_image}")
         if (self.environment_dir / "docker-compose.yaml").is_file():
             obstacles.append("several services")
         if obstacles:

@@ -4,7 +4,6 @@ Each operation is an `exec` from outside. Invariants: the image's files are read
 container has neither network nor capabilities; it ends with the process that holds it, even one killed by SIGKILL.
 """
 
-import base64
 import contextlib
 import functools
 import io
@@ -19,9 +18,9 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import IO
+from typing import IO, Literal
 
-from offbeat.envs.sandbox.engine import find_image, run_command, seccomp_profile, trusted_env
+from offbeat.envs.sandbox.container_engine import find_image, run_command, seccomp_profile, trusted_env
 from offbeat.envs.sandbox.run import STARTUP_TIMEOUT_S, IsolationError
 from offbeat.envs.sandbox.shell import (
     HOME,
@@ -228,8 +227,7 @@ class ContainerShell:
                     break
                 timed_out, deadline = True, time.monotonic() + REPLY_TIMEOUT_S
                 self._run('kill -9 "-$1"', pid)
-        (head, tail), num_dropped = output.text()
-        text = join_output(base64.b64decode(head), base64.b64decode(tail), num_dropped, self._limits.max_output_chars)
+        text = join_output(output.head, output.tail, output.num_dropped, self._limits.max_output_chars)
         exit_code = -9 if timed_out else process.wait(REPLY_TIMEOUT_S)
         return CommandResult(text, exit_code, timed_out, time.monotonic() - start)
 
@@ -269,11 +267,8 @@ def check_container(limits: ShellLimits) -> None:
 
 
 @functools.cache
-def _check(image: str | None, runtime: str | None, memory_mib: int, max_processes: int) -> None:
-    limits = ShellLimits.model_validate(
-        {"image": image, "memory_mib": memory_mib, "max_processes": max_processes}
-        | ({"runtime": runtime} if runtime else {})
-    )
+def _check(image: str | None, runtime: Literal["runsc"] | None, memory_mib: int, max_processes: int) -> None:
+    limits = ShellLimits(image=image, runtime=runtime, memory_mib=memory_mib, max_processes=max_processes)
     try:
         shell = ContainerShell(("/tmp",), limits)
         try:

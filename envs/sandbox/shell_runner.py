@@ -80,7 +80,9 @@ def run(wake_fd, command, cwd, env, timeout_s, max_bytes):
 
 class Output:
     def __init__(self, max_bytes: int):
-        self.half, self.head, self.tail, self.num_bytes = max_bytes // 2, b"", b"", 0
+        self.half, self.num_bytes = max_bytes // 2, 0
+        self.head: bytes = b""
+        self.tail: bytes = b""
 
     def read(self, fd: int) -> bool:
         """Read once; return False at the end."""
@@ -100,9 +102,12 @@ class Output:
             if not select.select([fd], [], [], 0)[0] or not self.read(fd):
                 return
 
+    @property
+    def num_dropped(self) -> int:
+        return self.num_bytes - len(self.head) - len(self.tail)
+
     def text(self):
-        encode = [base64.b64encode(part).decode() for part in (self.head, self.tail)]
-        return encode, self.num_bytes - len(self.head) - len(self.tail)
+        return [base64.b64encode(part).decode() for part in (self.head, self.tail)], self.num_dropped
 
 
 def upload(folder, files):

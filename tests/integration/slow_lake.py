@@ -1,4 +1,4 @@
-"""A lake whose steps take longer than those of the learner, so that weights change while episodes are played."""
+"""FrozenLake with slow steps, so that weights change while episodes are played."""
 
 import time
 from typing import Any

@@ -28,7 +28,7 @@ SLOW = (
     "custom_envs.FrozenLake.env_type=tests.integration.slow_lake:SlowLake",
     "custom_envs.FrozenLake.execution=thread",
     "rollout.num_threads=64",
-    "warm_start.steps=1",  # its demonstrations take as long
+    "warm_start.steps=1",  # its demonstrations play the same env
 )
 """Episodes that take longer than a step of the learner."""
 

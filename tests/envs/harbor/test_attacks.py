@@ -5,9 +5,8 @@ import pytest
 from offbeat.envs.harbor.machine import LOGS, TESTS, VERIFIER_LOGS
 from offbeat.envs.harbor.task import find_tasks, read_files
 from offbeat.envs.harbor.trial import TaskTrial, read_verdict
-from offbeat.envs.sandbox.shell import ShellLimits
-from tests.envs.harbor.task_folder import TaskFolder, needs_shell
-from tests.envs.sandbox.images import make_image, needs_container
+from tests.envs.harbor.task_folder import TaskFolder
+from tests.envs.sandbox.test_shell import BACKENDS, limits_of
 
 VERIFIER = """
 for i in $(seq ${PATIENCE:-5}); do
@@ -33,14 +32,12 @@ HARMLESS_UNPROTECTED = ("a shell's start-up file",)
 """Harmless to a verifier without protection, too, as variables end with their command."""
 
 
-@pytest.fixture(
-    params=[pytest.param(False, marks=needs_shell), pytest.param(True, marks=needs_container)], ids=["kernel", "image"]
-)
+@pytest.fixture(params=BACKENDS)
 def trial(task_folder: TaskFolder, request: pytest.FixtureRequest):
     task_folder.write("tests/test.sh", VERIFIER)
     task_folder.write("tests/expected.txt", "secret\n")
     (task,) = find_tasks(task_folder.path)
-    trial = TaskTrial(task, ShellLimits(image=make_image()) if request.param else ShellLimits())
+    trial = TaskTrial(task, limits_of(request.param))
     trial.begin_step(task.steps[0])
     yield trial
     trial.close()

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from offbeat.envs.sandbox import IsolationError
 from offbeat.envs.sandbox.backend import check_sandbox
 from offbeat.envs.sandbox.container import ContainerShell, resolve
-from offbeat.envs.sandbox.engine import Image, find_image, run_command, trusted_env
+from offbeat.envs.sandbox.container_engine import Image, find_image, run_command, trusted_env
 from offbeat.envs.sandbox.shell import ShellError, ShellLimits
 from tests.envs.sandbox.images import make_image, needs_container
 from tests.envs.sandbox.test_shell import bash

@@ -27,22 +27,18 @@ FOLDERS = ("/app", "/tests", "/logs", "/srv", "/tmp")
 needs_shell = pytest.mark.skipif(
     not {"namespaces", "mounts"} <= set(platform_isolation()), reason="this machine has no mounts in a user namespace"
 )
-backends = pytest.mark.parametrize(
-    "image",
-    [pytest.param(False, marks=needs_shell), pytest.param(True, marks=needs_container)],
-    ids=["kernel", "image"],
+BACKENDS = (
+    pytest.param(False, marks=needs_shell, id="kernel"),
+    pytest.param(True, marks=needs_container, id="image"),
 )
+backends = pytest.mark.parametrize("image", BACKENDS)
 
 
 def limits_of(image: bool, **limits: float) -> ShellLimits:
     return ShellLimits.model_validate({**limits, **({"image": make_image()} if image else {})})
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(False, marks=needs_shell), pytest.param(True, marks=needs_container)],
-    ids=["kernel", "image"],
-)
+@pytest.fixture(scope="module", params=BACKENDS)
 def of_module(request: pytest.FixtureRequest) -> Iterator[AnyShell]:
     shell = open_shell(FOLDERS, limits_of(request.param, max_output_chars=200))
     yield shell
@@ -108,7 +104,7 @@ def test_the_first_process_ignores_its_commands_signals(shell: AnyShell):
     assert bash(shell, "echo alive").output == "alive\n"
 
 
-@pytest.mark.parametrize("of_module", [pytest.param(False, marks=needs_shell)], indirect=True, ids=["kernel"])
+@pytest.mark.parametrize("of_module", BACKENDS[:1], indirect=True)
 def test_neither_worker_nor_machine_can_be_seen(shell: AnyShell, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OFFBEAT_SECRET", "x")
     seen = bash(
