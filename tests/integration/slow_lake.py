@@ -10,5 +10,5 @@ __all__ = ["WORDS", "SlowLake"]
 
 class SlowLake(FrozenLakeEnv):
     def step(self, action: str) -> Any:
-        time.sleep(0.15)
+        time.sleep(0.1)
         return super().step(action)
