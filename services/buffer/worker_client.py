@@ -76,8 +76,8 @@ class AsyncRolloutBuffer:
 
     async def heartbeat(self, worker_id: str) -> WorkerOrders:
         active = dict(self._active.get(worker_id, {}))
-        arguments = [part for token, task in active.items() for part in (token, task.attempt)]
-        draining, *cancelled = await self._call(worker_id, "heartbeat", worker_id, self._session, *arguments)
+        held = (cast(bytes, msgpack.packb(part)) for part in (list(active), [task.attempt for task in active.values()]))
+        draining, *cancelled = await self._call(worker_id, "heartbeat", worker_id, self._session, *held)
         current = self._active.get(worker_id, {})
         tokens = [token for raw in cancelled if current.get(token := raw.decode()) is active[token]]
         return WorkerOrders(cancelled=tuple(current.pop(token) for token in tokens), draining=bool(draining))
