@@ -236,7 +236,9 @@ def main() -> None:
     with bench_environment() as base:
         measured = measure_costs(base.redis, base.redis_url, base.folder, options.tokens, options.groups)
         costs = asyncio.run(measured)
-    show("CPU, us", tuple(asdict(costs)), [list(asdict(costs).values())])
+    shown = {name: value for name, value in asdict(costs).items() if name != "group_us"}
+    show("CPU, us", tuple(shown), [list(shown.values())])
+    show("group, CPU of Redis, us", ("workers", "us"), list(zip(WORKERS, costs.group_us, strict=True)))
     rows = [simulate(replicas, costs, options) for replicas in options.replicas]
     show("simulated", tuple(asdict(rows[0])), [list(asdict(row).values()) for row in rows])
     if options.json:
