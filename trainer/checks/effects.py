@@ -4,8 +4,8 @@ import difflib
 from collections.abc import Iterator
 
 from offbeat.trainer.checks.overruled import advantage_is_of_the_episode, check_overruled
-from offbeat.trainer.config.actor_train import StrategyArgs
-from offbeat.trainer.config.algorithm import AlgorithmConfig
+from offbeat.trainer.config.actor_train import ActorTrainConfig, StrategyArgs
+from offbeat.trainer.config.algorithm import DECOUPLED, GREEDY_BASELINE, TURN_WISE, AlgorithmConfig
 from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.trainer.config.learner import LearnerConfig
 
@@ -38,7 +38,10 @@ def check_effects(config: LearnerConfig, *, group_size: int) -> Iterator[ConfigI
     yield from _check_discounts(config)
     yield from check_overruled(config)
     yield from _check_on_policy(config)
+    yield from _check_filters(config)
+    yield from _check_preferences(config)
     yield from _check_strategy(config.actor_train.strategy_args)
+    yield from _check_zero(config.actor_train)
     if config.actor_train.training_args.decay_all_weights and not config.actor_train.training_args.weight_decay:
         yield ConfigIssue(
             "actor_train.training_args.decay_all_weights",
@@ -123,6 +126,48 @@ def _check_on_policy(config: LearnerConfig) -> Iterator[ConfigIssue]:
             "replay.samples_per_insert",
             "replays nothing at a maximum staleness of 0: leave it out, or set replay.max_staleness",
         )
+
+
+def _check_filters(config: LearnerConfig) -> Iterator[ConfigIssue]:
+    """Yield filters of equal rewards beside estimators for which these carry no signal anyway."""
+    compares_totals = config.adv_estimator not in (*TURN_WISE, *DECOUPLED, *GREEDY_BASELINE)
+    if not config.compares_siblings or not compares_totals or config.reward_shaping.is_on:
+        return
+    for tag, query_filter in config.query_filter_config.items():
+        if query_filter.type == "std_filter" and not query_filter.filter_args.std_threshold:
+            yield ConfigIssue(
+                f"query_filter_config.{tag}",
+                f"has no effect with a std_threshold of 0: groups of equal rewards carry no signal with adv_estimator "
+                f"{config.adv_estimator}; leave it out, or raise filter_args.std_threshold",
+            )
+
+
+def _check_preferences(config: LearnerConfig) -> Iterator[ConfigIssue]:
+    if config.dpo.loss_type == "robust" and not config.dpo.label_smoothing:
+        yield ConfigIssue(
+            "dpo.loss_type",
+            "has no effect: robust without label_smoothing equals sigmoid; set dpo.label_smoothing, or take sigmoid",
+        )
+    if config.replay.sampler == "prioritized" and not config.replay.priority_exponent:
+        yield ConfigIssue(
+            "replay.sampler",
+            "has no effect: prioritized with priority_exponent=0 equals uniform; raise the exponent, or take uniform",
+        )
+
+
+def _check_zero(train: ActorTrainConfig) -> Iterator[ConfigIssue]:
+    """Yield ZeRO settings that `zero_stage` decides, or whose stage is another one."""
+    settings = train.strategy_args.strategy_config.get("zero_optimization")
+    if not isinstance(settings, dict):
+        return
+    stage = train.strategy_args.zero_stage
+    lowest = int(train.model_args.dtype != "float32")  # 16 bits always have a sharded optimizer
+    for key in settings:
+        path = f"actor_train.strategy_args.strategy_config.zero_optimization.{key}"
+        if key == "stage" and settings[key] not in (stage, max(stage, lowest)):
+            yield ConfigIssue(path, f"{settings[key]} disagrees with zero_stage {stage}: set that alone")
+        elif stage != 3 and (key.startswith("stage3_") or key == "offload_param"):
+            yield ConfigIssue(path, f"has no effect with zero_stage={stage}: leave it out, or take zero_stage=3")
 
 
 def _check_strategy(strategy: StrategyArgs) -> Iterator[ConfigIssue]:

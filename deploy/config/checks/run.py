@@ -26,6 +26,7 @@ from offbeat.deploy.config.checks.rewards import check_rewards, check_rlvr
 from offbeat.deploy.config.checks.sampling import check_sampling
 from offbeat.deploy.config.checks.sglang import check_sglang
 from offbeat.deploy.config.checks.teachers import check_teachers
+from offbeat.deploy.config.checks.unused import check_unused
 from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.ports import LOOPBACK_NAMES
@@ -109,6 +110,7 @@ def _check_static(config: RunConfig, cores: float | None, nodes: Sequence[Cluste
         *check_lora(config),
         *_check_paths_and_addresses(config),
         *_check_tracing(config),
+        *check_unused(config),
     ]
 
 
@@ -229,17 +231,9 @@ def _check_cpu(config: RunConfig, cores: float, whose: str) -> Iterator[ConfigIs
 
 def _check_algorithm(config: RunConfig) -> Iterator[ConfigIssue]:
     tags = config.train_env_manager.tags_of(config.custom_envs)
-    envs = [config.custom_envs[tag] for tag in tags if tag in config.custom_envs]
     for tag in config.query_filter_config:
         if tag not in config.custom_envs:
             yield ConfigIssue(f"query_filter_config.{tag}", _no_such_tag(tag, config))
-    one_sequence = all(env.env_manager_cls == "TrajEnvManager" and env.agent_runner is None for env in envs)
-    if config.error_max_len_clip and one_sequence and config.error_max_len_threshold >= config.sequence_length:
-        yield ConfigIssue(
-            "error_max_len_threshold",
-            f"{config.error_max_len_threshold} is never exceeded within a sequence_length of {config.sequence_length}: take "
-            "less, or leave error_max_len_clip out",
-        )
     groups_per_step = config.rollout_batch_size // config.train_env_manager.group_size
     algorithm = (
         ()

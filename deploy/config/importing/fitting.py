@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from offbeat.deploy.config.checks.run import check_run
+from offbeat.deploy.config.checks.unused import check_unused
 from offbeat.deploy.config.devices import choose_devices, count_gpus
 from offbeat.deploy.config.errors import collect_issues
 from offbeat.deploy.config.hub import MODEL_KEYS, is_hub_id
@@ -43,7 +44,7 @@ def _validate(tree: Tree) -> list[ConfigIssue]:
         config = RunConfig.model_validate_json(json.dumps(tree))
     except ValidationError as error:
         return collect_issues(error, RunConfig)
-    issues = check_effects(config, group_size=config.train_env_manager.group_size)
+    issues = (*check_effects(config, group_size=config.train_env_manager.group_size), *check_unused(config))
     return [issue for issue in issues if _is_dropped(issue, tree)]
 
 
