@@ -32,7 +32,7 @@ $(eval $(call pass-on,SSL_CERT_FILE,PIP_CERT))
 ifeq ($(EXTRA)$(UV_FIND_LINKS),cpu)
 TORCH_BACKEND := --torch-backend cpu
 endif
-.PHONY: help setup browser monitoring train rlvr test test-fast test-alone test-others check test-harbor test-cookbook bench simulate docs site animation clean
+.PHONY: help setup browser monitoring podman train rlvr test test-fast test-alone test-others test-nightly check test-harbor test-cookbook bench simulate docs site animation clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -64,6 +64,24 @@ monitoring: $(STAMP) ## download Prometheus, with which the tests check the aler
 	@rm -rf $(VENV)/prometheus && mkdir -p $(VENV)/prometheus
 	@cd $(VENV)/prometheus && apt-get download --quiet prometheus && dpkg-deb --extract prometheus_*.deb . && rm prometheus_*.deb
 
+# Debian's packages, unpacked: `podman` sets their configuration; images and containers lie beside it, in vfs, as overlays
+# need more of the kernel.
+PODMAN := $(CURDIR)/$(VENV)/podman
+podman: $(STAMP) ## download podman, with which the tests run containers (as root, on Debian)
+	@rm -rf $(PODMAN) && mkdir -p $(PODMAN)/packages $(PODMAN)/home/.config/containers
+	@cd $(PODMAN)/packages && apt-get download --quiet podman conmon runc golang-github-containers-common libyajl2 \
+		libsubid4 libgpgme11 libassuan0 && for name in *.deb; do dpkg-deb --extract "$$name" ..; done && rm -r $(PODMAN)/packages
+	@cp $(PODMAN)/etc/containers/policy.json $(PODMAN)/home/.config/containers
+	@printf '%s\n' '[engine]' 'cgroup_manager = "cgroupfs"' 'events_logger = "file"' 'runtime = "runc"' \
+		'conmon_path = ["$(PODMAN)/usr/bin/conmon"]' '[engine.runtimes]' 'runc = ["$(PODMAN)/usr/sbin/runc"]' '[containers]' \
+		'seccomp_profile = "$(PODMAN)/usr/share/containers/seccomp.json"' > $(PODMAN)/containers.conf
+	@printf '%s\n' '[storage]' 'driver = "vfs"' 'runroot = "$(PODMAN)/run"' 'graphroot = "$(PODMAN)/storage"' > $(PODMAN)/storage.conf
+	@printf '%s\n' '#!/bin/sh' 'export HOME=$(PODMAN)/home CONTAINERS_CONF=$(PODMAN)/containers.conf' \
+		'export CONTAINERS_STORAGE_CONF=$(PODMAN)/storage.conf' 'export LD_LIBRARY_PATH=$(PODMAN)/usr/lib/'"$$(gcc -dumpmachine)" \
+		'exec $(PODMAN)/usr/bin/podman "$$@"' > $(PODMAN)/podman
+	@chmod +x $(PODMAN)/podman
+	@$(PODMAN)/podman info >/dev/null
+
 train: $(STAMP) ## train an agent on this machine: make train ARGS="seed=2"
 	@$(BIN)/offbeat train $(CONFIG) $(ARGS)
 
@@ -72,7 +90,7 @@ rlvr: $(STAMP) ## train a tiny policy on made arithmetic with checked answers: m
 	@$(BIN)/python -m offbeat.envs.dataset.arithmetic runs/data/arithmetic_val.jsonl --held-out
 	@$(BIN)/offbeat train deploy/configs/rlvr.yaml $(ARGS)
 
-test: $(STAMP) ## run all tests, or what ARGS names
+test: $(STAMP) ## run all tests but the nightly ones, or what ARGS names
 ifeq ($(strip $(ARGS)),)
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 test-alone test-others
 else
@@ -87,12 +105,15 @@ test-fast: $(STAMP) ## run the tests that need neither Ray, vLLM nor a training 
 # parallel on the remaining CPU, with the niceness of Ray's workers and torch's threads limited to one, and print their
 # output at the end.
 test-alone: $(STAMP)
-	@$(BIN)/python -m pytest -q --durations=20 -m alone tests/integration
+	@$(BIN)/python -m pytest -q --durations=20 -m 'alone and not nightly' tests/integration
 
 test-others: $(STAMP)
 	@output=$$(mktemp); failed=0; \
-	OMP_NUM_THREADS=1 nice -n 15 $(BIN)/python -m pytest -q --durations=20 -n 2 --dist loadfile --no-loadscope-reorder -m 'not alone' >$$output 2>&1 || failed=$$?; \
+	OMP_NUM_THREADS=1 nice -n 15 $(BIN)/python -m pytest -q --durations=20 -n 2 --dist loadfile --no-loadscope-reorder -m 'not alone and not nightly' >$$output 2>&1 || failed=$$?; \
 	echo; cat $$output; rm $$output; exit $$failed
+
+test-nightly: $(STAMP) ## run the tests that `make test` leaves out, one at a time
+	@$(BIN)/python -m pytest -q --durations=20 -m nightly tests/integration $(ARGS)
 
 # Harbor needs Python 3.12; of Offbeat's own requirements, those of its envs suffice there.
 test-harbor: ## test Harbor's trials on the sandbox, in an environment of their own (HARBOR_PYTHON=python3.12)

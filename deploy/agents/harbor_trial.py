@@ -51,7 +51,9 @@ async def _run(task: AgentTask, request: dict[str, Any], folder: str) -> Any:
             task=config.TaskConfig(path=Path(request["task_dir"])),
             trials_dir=Path(folder),
             agent=config.AgentConfig.model_validate(agent),
-            environment=config.EnvironmentConfig.model_validate(request["environment"] or SANDBOX),
+            environment=config.EnvironmentConfig.model_validate(
+                request["environment"] or {**SANDBOX, "kwargs": {"limits": request["limits"]}}
+            ),
         )
     )
     return await running.run()

@@ -74,20 +74,32 @@ def list_tasks(
     solve: Annotated[
         bool, typer.Option("--solve", help="Run each task's verifier before and after its solution.")
     ] = False,
+    image: Annotated[
+        str | None, typer.Option(help="Run them in containers of this image of podman or docker.", show_default=False)
+    ] = None,
 ) -> None:
     """List tasks in Harbor's format and which need a container. Exit code 1 if any does, or fails --solve."""
+    from pydantic import ValidationError
+
     from offbeat.envs.harbor.report import describe_task
     from offbeat.envs.harbor.task import find_tasks
     from offbeat.envs.harbor.task_set import OWN_TASKS
+    from offbeat.envs.sandbox.backend import check_sandbox
+    from offbeat.envs.sandbox.shell import ShellLimits
 
     try:
+        if image is not None:
+            check_sandbox(ShellLimits(image=image))
         tasks = find_tasks(folder or OWN_TASKS)
+    except ValidationError:
+        typer.echo(f"--image {image!r}: expected the name of an image, such as ubuntu:24.04", err=True)
+        raise typer.Exit(EXIT_USAGE) from None
     except ValueError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(EXIT_USAGE) from None
     num_bad = 0
     for task in tasks:
-        ok, text = describe_task(task, solve=solve)
+        ok, text = describe_task(task, solve=solve, image=image)
         num_bad += not ok
         typer.secho(f"{task.name}: {text}", fg=None if ok else typer.colors.YELLOW)
     typer.echo(f"{len(tasks) - num_bad} of {len(tasks)} tasks {'hold' if solve else 'run here'}")

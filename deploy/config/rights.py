@@ -211,6 +211,9 @@ def _env_programs(key: str, env_type: str, env_config: Mapping[str, Any]) -> Ite
             args: object = opponent.get("args")
             if isinstance(args, dict) and "api_key_env" in args:
                 yield f"{key}.opponents.{seat}.args.api_key_env", SECRET
+    sandbox = env_config.get("sandbox")
+    if env_type == "harbor" and isinstance(sandbox, dict) and "image" in sandbox:
+        yield f"{key}.sandbox.image", "a container's image"
     if env_type == "code" and _may_lack_isolation(env_config.get("sandbox")):
         yield f"{key}.sandbox.isolation", "running programs without isolation"
     if env_type == "tools":

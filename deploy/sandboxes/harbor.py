@@ -1,4 +1,4 @@
-"""The kernel sandbox as an environment of Harbor (0.25, Python 3.12), for machines without a container runtime.
+"""Offbeat's sandbox as an environment of Harbor (0.25, Python 3.12): the kernel's, or a container with `limits.image`.
 
 `harbor run --env offbeat.deploy.sandboxes.harbor:SandboxEnvironment` plays a task in it, with agents that run outside of
 it, as it has no network. Before a task's tests arrive, the machine is protected from what the agent left.
@@ -24,7 +24,7 @@ MAX_OUTPUT_CHARS = 1_000_000
 
 
 class SandboxEnvironment(base.BaseEnvironment):
-    """A shell of the kernel sandbox; keyword arguments of the environment set its limits."""
+    """A policy's shell; keyword arguments of the environment set its limits."""
 
     def __init__(self, *args: Any, limits: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """limits: of `ShellLimits`."""
@@ -42,9 +42,12 @@ class SandboxEnvironment(base.BaseEnvironment):
 
     def _validate_definition(self) -> None:
         """Raise ValueError for a task that needs a container."""
-        obstacles = [f"its Dockerfile: {text}" for text in read_dockerfile(self._dockerfile).obstacles]
-        if self.task_env_config.docker_image and not self._dockerfile.is_file():
-            obstacles.append(f"the image {self.task_env_config.docker_image}")
+        build = read_dockerfile(self._dockerfile)
+        obstacles = [f"its Dockerfile: {text}" for text in build.obstacles]
+        if not self._limits.image:
+            obstacles += [f"its Dockerfile: its image {image}" for image in build.images]
+            if self.task_env_config.docker_image and not self._dockerfile.is_file():
+                obstacles.append(f"the image {self.task_env_config.docker_image}")
         if (self.environment_dir / "docker-compose.yaml").is_file():
             obstacles.append("several services")
         if obstacles:

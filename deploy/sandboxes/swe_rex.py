@@ -14,7 +14,8 @@ from uuid import uuid4
 from offbeat.envs.harbor.machine import FOLDERS
 from offbeat.envs.harbor.task import read_files
 from offbeat.envs.optional_imports import require
-from offbeat.envs.sandbox.shell import CommandResult, Shell, ShellError, ShellLimits, UploadedFile, command_env
+from offbeat.envs.sandbox.backend import AnyShell, open_shell
+from offbeat.envs.sandbox.shell import CommandResult, ShellError, ShellLimits, UploadedFile
 
 AbstractDeployment: Any = require("swerex.deployment.abstract", "swe-rex").AbstractDeployment
 hooks: Any = require("swerex.deployment.hooks.abstract", "swe-rex")
@@ -54,7 +55,7 @@ class SandboxDeployment(AbstractDeployment):
         return await self._runtime.is_alive(timeout=timeout)
 
     async def start(self) -> None:
-        shell = await asyncio.to_thread(Shell, self._folders, self._limits)
+        shell = await asyncio.to_thread(open_shell, self._folders, self._limits)
         self._runtime = SandboxRuntime(shell, self.logger)
 
     async def stop(self) -> None:
@@ -71,7 +72,7 @@ class SandboxDeployment(AbstractDeployment):
 
 
 class SandboxRuntime(abstract.AbstractRuntime):
-    def __init__(self, shell: Shell, logger: logging.Logger) -> None:
+    def __init__(self, shell: AnyShell, logger: logging.Logger) -> None:
         self.logger = logger
         self._shell = shell
         self._sessions: set[str] = set()
@@ -158,7 +159,7 @@ class SandboxRuntime(abstract.AbstractRuntime):
     async def _run(
         self, words: tuple[str, ...], timeout_s: float | None, cwd: str = "/app", env: dict[str, str] | None = None
     ) -> CommandResult:
-        variables = command_env() | {"HOME": "/root"} if env is None else env
+        variables = self._shell.command_env() | {"HOME": "/root"} if env is None else env
         return await asyncio.to_thread(
             self._shell.run, words, cwd=cwd, env=variables, timeout_s=timeout_s or DEFAULT_TIMEOUT_S
         )

@@ -40,7 +40,7 @@ class HarborConfig(Config):
     format_penalty: float = Field(default=0.0, le=0)
     """Reward of an answer without a command."""
     sandbox: ShellLimits = ShellLimits()
-    """Limits of an episode's shell."""
+    """Limits of an episode's shell, and the image of its container."""
     played_by: Literal["policy", "agent"] = "policy"
     """`agent`: Harbor runs the episode (`offbeat.deploy.agents.harbor_trial:play`), the env only selects the task."""
     agent: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
@@ -48,13 +48,13 @@ class HarborConfig(Config):
     Empty: Offbeat's `ShellAgent`.
     """
     environment: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
-    """With `played_by: agent`: Harbor's `environment` block, such as `type: docker`; empty: the kernel sandbox."""
+    """With `played_by: agent`: Harbor's `environment` block, such as `type: docker`; empty: `sandbox`."""
     trials_dir: Path | None = None
     """With `played_by: agent`: folder that keeps Harbor's trials, with their `RolloutDetail`; None keeps none."""
 
     @property
     def needs_shell(self) -> bool:
-        """Return whether tasks run in the kernel sandbox."""
+        """Return whether tasks run in `sandbox`."""
         return self.played_by == "policy" or not self.environment
 
     @model_validator(mode="after")

@@ -46,7 +46,9 @@ class Build(NamedTuple):
     folders: tuple[str, ...]
     """Below the root, in which it writes."""
     obstacles: tuple[str, ...]
-    """What only a container can do."""
+    """What neither a shell nor a container of another image can do."""
+    images: tuple[str, ...] = ()
+    """Images that this machine's commands can't replace."""
 
 
 class _BuildReader:
@@ -58,6 +60,7 @@ class _BuildReader:
         self.actions: list[BuildCopy | BuildCommand] = []
         self.paths: list[str] = []
         self.obstacles: list[str] = []
+        self.images: list[str] = []
 
     def add(self, name: str, text: str) -> None:
         flags = dict[str, str]()
@@ -89,7 +92,7 @@ class _BuildReader:
     def build(self) -> Build:
         folders = tuple(dict.fromkeys(f"/{PurePosixPath(path).parts[1]}" for path in self.paths if path != "/"))
         self.obstacles += [f"writes below {path}" for path in folders if path[1:] in SYSTEM]
-        return Build(tuple(self.actions), self.workdir, self.env, folders, tuple(self.obstacles))
+        return Build(tuple(self.actions), self.workdir, self.env, folders, tuple(self.obstacles), tuple(self.images))
 
     def _start(self, text: str) -> None:
         image = text.split()[0]
@@ -97,7 +100,7 @@ class _BuildReader:
         if self.num_images == 2:
             self.obstacles.append("several stages (FROM)")
         if not PLAIN_IMAGE.fullmatch(image):
-            self.obstacles.append(f"its image {image}")
+            self.images.append(image)
 
     def _set(self, variables: dict[str, str], text: str) -> None:
         words = shlex.split(text)

@@ -15,7 +15,8 @@ from offbeat.envs.harbor.task_set import load_split
 from offbeat.envs.harbor.trial import TaskTrial, TaskVerdict
 from offbeat.envs.harbor.vocabulary import task_words
 from offbeat.envs.parsing import compile_pattern
-from offbeat.envs.sandbox.shell import CommandResult, ShellError, check_shell
+from offbeat.envs.sandbox.backend import check_sandbox
+from offbeat.envs.sandbox.shell import CommandResult, ShellError
 from offbeat.envs.tools.functions import Function, read_calls, write_results
 
 PROMPT = (
@@ -46,7 +47,7 @@ class HarborEnv(gymnasium.Env[str, str]):
         """Raises ValueError if a task or this machine's kernel does not fit."""
         self.config = config or HarborConfig()
         if self.config.needs_shell:
-            check_shell(self.config.sandbox)
+            check_sandbox(self.config.sandbox)
         self.render_mode = "ansi"
         self._tasks = load_split(self.config)
         self._pattern = compile_pattern(self.config.action_pattern)
@@ -218,7 +219,9 @@ class HarborEnv(gymnasium.Env[str, str]):
 def describe_trial(config: HarborConfig, task: HarborTask) -> str:
     """Return what the agent that runs Harbor reads, as JSON."""
     keys = {"agent", "environment", "trials_dir", "reward_key", "success_reward"}
-    return json.dumps({"task_dir": str(task.folder.resolve()), **config.model_dump(mode="json", include=keys)})
+    limits = config.sandbox.model_dump(mode="json", exclude_unset=True)
+    settings = {**config.model_dump(mode="json", include=keys), "limits": limits}
+    return json.dumps({"task_dir": str(task.folder.resolve()), **settings})
 
 
 def format_output(result: CommandResult, timeout_s: float) -> str:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from offbeat.envs.harbor.dockerfile import Build, BuildCommand, BuildCopy
 from offbeat.envs.harbor.task import read_files
-from offbeat.envs.sandbox.shell import HOME, CommandResult, Shell, ShellError, ShellLimits, UploadedFile, command_env
+from offbeat.envs.sandbox.backend import open_shell
+from offbeat.envs.sandbox.shell import HOME, CommandResult, ShellError, ShellLimits, UploadedFile
 
 TESTS, SOLUTION, LOGS = "/tests", "/solution", "/logs"
 VERIFIER_LOGS = "/logs/verifier"
@@ -43,13 +44,14 @@ class TaskMachine:
         Raises:
             TaskError: a command of the Dockerfile fails.
             IsolationError: this machine can't isolate a shell.
+            ShellError: it did not start.
         """
         self._build = build
         self.workdir = workdir or build.workdir
-        self.env = command_env() | {"HOME": "/root"} | build.env | dict(env)
         own = () if self.workdir == "/" else (f"/{Path(self.workdir).parts[1]}",)
         self._folders = tuple(dict.fromkeys((*FOLDERS, *build.folders, *own)))
-        self.shell = Shell(self._folders, limits)
+        self.shell = open_shell(self._folders, limits)
+        self.env = self.shell.command_env() | {"HOME": "/root"} | build.env | dict(env)
         try:
             self._set_up()
         except (OSError, ShellError, TaskError) as error:
@@ -80,14 +82,12 @@ class TaskMachine:
     def protect(self) -> None:
         """Kill the policy's processes, clear the verifier's folders and remove links to them; raises ShellError."""
         self.shell.kill_processes()
-        for folder in (TESTS, SOLUTION, VERIFIER_LOGS, HOME):
-            self.shell.clear(folder)
+        self.shell.clear(TESTS, SOLUTION, VERIFIER_LOGS, HOME)
         self.shell.unlink_to(self._folders, (TESTS, VERIFIER_LOGS))
 
     def _set_up(self) -> None:
         self.shell.upload(self.workdir, {})
-        for folder in (VERIFIER_LOGS, "/logs/agent", "/logs/artifacts"):
-            self.shell.clear(folder)
+        self.shell.clear(VERIFIER_LOGS, "/logs/agent", "/logs/artifacts")
         for action in self._build.actions:
             if isinstance(action, BuildCommand):
                 self.run_or_fail(action.command, f"RUN {action.command[-1]}", cwd=action.workdir, env=action.env)

@@ -17,16 +17,24 @@ PROGRAMS = re.compile(
 
 
 @lru_cache(maxsize=4096)
-def find_obstacles(task: HarborTask) -> tuple[str, ...]:
-    """Return why a task can't run in a shell of the sandbox; empty if it can."""
-    return tuple(dict.fromkeys((*_of_environment(task), *_of_network(task.file), *_of_verifiers(task))))
+def find_obstacles(task: HarborTask, *, in_container: bool = False) -> tuple[str, ...]:
+    """Return why a task can't run in a shell of the sandbox; empty if it can.
+
+    in_container: of an image chosen for the task, so that neither its own image nor this machine's programs matter.
+    """
+    found = [*_of_environment(task), *_of_network(task.file), *_of_verifiers(task, in_container=in_container)]
+    return tuple(dict.fromkeys([*([] if in_container else _of_images(task)), *found]))
+
+
+def _of_images(task: HarborTask) -> Iterator[str]:
+    if (image := task.file.environment.docker_image) and not task.dockerfile.is_file():
+        yield f"the image {image}"
+    yield from (f"its Dockerfile: its image {image}" for image in read_dockerfile(task.dockerfile).images)
 
 
 def _of_environment(task: HarborTask) -> Iterator[str]:
     folder, section = task.folder / "environment", task.file.environment
     yield from _of_section(section)
-    if section.docker_image and not task.dockerfile.is_file():
-        yield f"the image {section.docker_image}"
     others = [
         path.name for path in folder.glob("*") if re.fullmatch(r"(docker-|singularity-)?compose\.ya?ml", path.name)
     ]
@@ -59,7 +67,7 @@ def _of_network(file: TaskFile) -> Iterator[str]:
         yield "network_mode allowlist: a shell has no network"
 
 
-def _of_verifiers(task: HarborTask) -> Iterator[str]:
+def _of_verifiers(task: HarborTask, *, in_container: bool) -> Iterator[str]:
     sections = [task.file.verifier, *(step.verifier for step in task.file.steps or ())]
     if any(section.mode == "separate" for section in sections):
         yield "a verifier in an environment of its own"
@@ -69,15 +77,15 @@ def _of_verifiers(task: HarborTask) -> Iterator[str]:
         yield "a healthcheck, so a service"
     for step in task.steps:
         yield from _templates("verifier.env", step.verifier_env)
-        yield from _of_scripts(step)
+        yield from _of_scripts(step, in_container=in_container)
 
 
-def _of_scripts(step: TaskStep) -> Iterator[str]:
+def _of_scripts(step: TaskStep, *, in_container: bool) -> Iterator[str]:
     for path in (script for tests in step.tests for script in sorted(tests.glob("*.sh"))):
         text = "\n".join(line for line in path.read_text().splitlines() if not line.lstrip().startswith("#"))
         if match := NETWORK.search(text):
             yield f"its verifier calls {match[1]} (tests/{path.name}): needs the network"
-        for program in sorted(set(PROGRAMS.findall(text))):
+        for program in () if in_container else sorted(set(PROGRAMS.findall(text))):
             if shutil.which(program, path=command_env()["PATH"]) is None:
                 yield f"its verifier calls {program} (tests/{path.name}), which is not installed here"
 

@@ -8,14 +8,17 @@ from offbeat.envs.sandbox import IsolationError
 from offbeat.envs.sandbox.shell import ShellError, ShellLimits
 
 
-def describe_task(task: HarborTask, *, solve: bool) -> tuple[bool, str]:
-    """Return whether a task runs in a shell, and text. solve: also that its solution earns more than doing nothing."""
-    if obstacles := find_obstacles(task):
-        return False, f"needs a container: {'; '.join(obstacles)}"
+def describe_task(task: HarborTask, *, solve: bool, image: str | None = None) -> tuple[bool, str]:
+    """Return whether a task runs in a shell, and text.
+
+    solve: also that its solution earns more than doing nothing. image: run it in a container of this image.
+    """
+    if obstacles := find_obstacles(task, in_container=image is not None):
+        return False, f"needs {'a container of its own' if image else 'a container'}: {'; '.join(obstacles)}"
     if not solve:
         return True, "runs in a shell"
     try:
-        trial = TaskTrial(task, ShellLimits())
+        trial = TaskTrial(task, ShellLimits(image=image))
     except (IsolationError, ShellError, TaskError) as error:
         return False, str(error)
     try:

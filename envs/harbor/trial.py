@@ -11,7 +11,8 @@ from offbeat.envs.harbor.dockerfile import read_dockerfile
 from offbeat.envs.harbor.machine import SOLUTION, TESTS, VERIFIER_LOGS, TaskError, TaskMachine
 from offbeat.envs.harbor.obstacles import resolve
 from offbeat.envs.harbor.task import HarborTask, TaskStep, read_files
-from offbeat.envs.sandbox.shell import CommandResult, Shell, ShellError, ShellLimits, command_env
+from offbeat.envs.sandbox.backend import AnyShell
+from offbeat.envs.sandbox.shell import CommandResult, ShellError, ShellLimits
 
 
 class TaskVerdict(NamedTuple):
@@ -33,8 +34,7 @@ class TaskTrial:
 
     def begin_step(self, step: TaskStep) -> None:
         """Remove the last verifier, add the step's files; raises TaskError, ShellError."""
-        for folder in (TESTS, VERIFIER_LOGS):
-            self.machine.shell.clear(folder)
+        self.machine.shell.clear(TESTS, VERIFIER_LOGS)
         if step.workdir is not None:
             self.machine.shell.upload(self.machine.workdir, read_files(step.workdir))
             if (step.workdir / "setup.sh").is_file():
@@ -56,7 +56,7 @@ class TaskTrial:
     def verify(self, step: TaskStep, timeout_s: float) -> TaskVerdict:
         """Run the verifier; a failure, which the policy may have caused, is part of the verdict."""
         shell = self.machine.shell
-        env = command_env() | resolve(self.task.file.environment.env | step.verifier_env)
+        env = shell.command_env() | resolve(self.task.file.environment.env | step.verifier_env)
         try:
             self.machine.protect()
             for folder in step.tests:
@@ -72,7 +72,7 @@ class TaskTrial:
         self.machine.shell.close()
 
 
-def read_verdict(shell: Shell, result: CommandResult) -> TaskVerdict:
+def read_verdict(shell: AnyShell, result: CommandResult) -> TaskVerdict:
     """Read the verifier's reward.json, else its reward.txt, by Harbor's rules; raises ShellError."""
     if result.timed_out:
         return TaskVerdict({}, "the verifier took too long")

@@ -1,4 +1,4 @@
-"""A policy's shell: a sandbox that lives for an episode, with folders at absolute paths.
+"""A policy's shell in the kernel sandbox: it lives for an episode, with folders at absolute paths.
 
 Invariants: commands share files and background processes, never the worker's; all end with the shell.
 """
@@ -18,9 +18,9 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from offbeat.envs.sandbox.run import (
     LAYERS,
@@ -40,6 +40,8 @@ REPLY_TIMEOUT_S = 30.0
 HEADER = struct.Struct("!I")
 UPLOAD_BYTES = 1 << 20
 """Per request."""
+IMAGE = r"^[A-Za-z0-9][\w.-]*(:\d+/[\w.-]+)?(/[\w.-]+)*(:[\w.-]+)?(@sha256:[0-9a-f]{64})?$"
+"""Names of images, neither options nor transports such as `dir:/path`."""
 
 
 class ShellLimits(Limits):
@@ -52,6 +54,18 @@ class ShellLimits(Limits):
     disk_mib: int = Field(default=256, ge=1)
     max_files: int = Field(default=20_000, ge=10)
     max_processes: int = Field(default=32, ge=4)
+    image: str | None = Field(default=None, pattern=IMAGE)
+    """Image, present on the machine, of a container of podman or docker; None: the kernel sandbox."""
+    runtime: Literal["runsc"] | None = None
+    """With `image`: gVisor in place of the default runtime of podman or docker."""
+
+    @model_validator(mode="after")
+    def _keys_have_an_effect(self) -> "ShellLimits":
+        named = ("max_files", "isolation") if self.image else ("runtime",)
+        if without := sorted(self.model_fields_set & {*named}):
+            verb, where = ("have" if len(without) > 1 else "has"), "with" if self.image else "without"
+            raise ValueError(f"{', '.join(without)} {verb} no effect {where} image")
+        return self
 
 
 class ShellError(RuntimeError):
@@ -132,7 +146,7 @@ class Shell:
             max_bytes=4 * self._limits.max_output_chars,
         )
         head, tail = (base64.b64decode(part) for part in reply["output"])
-        output = _join(head, tail, reply["num_dropped"], self._limits.max_output_chars)
+        output = join_output(head, tail, reply["num_dropped"], self._limits.max_output_chars)
         return CommandResult(output, reply["exit_code"], reply["timed_out"], time.monotonic() - start)
 
     def upload(self, folder: str, files: Mapping[str, UploadedFile]) -> None:
@@ -148,8 +162,10 @@ class Shell:
                 batch, num_bytes = {}, 0
         self._call("upload", folder=folder, files=batch)
 
-    def clear(self, folder: str) -> None:
-        self._call("clear", folder=folder)
+    def clear(self, *folders: str) -> None:
+        """Remove the content of folders; create missing ones."""
+        for folder in folders:
+            self._call("clear", folder=folder)
 
     def unlink_to(self, folders: Sequence[str], targets: Sequence[str]) -> None:
         """Remove symbolic links below `folders` that lead into `targets`, or above them."""
@@ -162,6 +178,9 @@ class Shell:
 
     def kill_processes(self) -> None:
         self._call("kill")
+
+    def command_env(self) -> dict[str, str]:
+        return command_env()
 
     def close(self) -> None:
         """Kill all processes and drop all files."""
@@ -229,7 +248,8 @@ def _spawner(pid: int) -> ThreadPoolExecutor:  # noqa: ARG001
     return ThreadPoolExecutor(1, "shells")
 
 
-def _join(head: bytes, tail: bytes, num_dropped: int, max_chars: int) -> str:
+def join_output(head: bytes, tail: bytes, num_dropped: int, max_chars: int) -> str:
+    """Decode a command's output, with the middle cut."""
     if not num_dropped:
         text = (head + tail).decode(errors="replace")
         if len(text) <= max_chars:

@@ -32,7 +32,7 @@ SMALL = (*SHORT, "final_val_batch_size=16")
 HF_INFER = "actor_infer.strategy_args={strategy_name: hf_infer, strategy_config: null}"
 """The engine that starts soonest, where it does not matter which one samples."""
 HTTP = httpx.Client(timeout=10.0, trust_env=False)
-"""One for all requests: to make another reads the certificates of all authorities, 70 ms of CPU."""
+"""Shared by all requests, as each new client loads the CA certificates, which takes 70 ms of CPU."""
 
 
 class TrainProcess:

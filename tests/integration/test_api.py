@@ -25,6 +25,7 @@ def has_stepped(run: offbeat.Run) -> bool:
     return "step" in metrics and bool(metrics["step"].notna().any())
 
 
+@pytest.mark.nightly
 def test_the_notebook_of_the_docs_runs(tmp_path: Path) -> None:
     """Every cell runs in a real kernel, where an event loop is running already."""
     notebook = nbformat.read(ROOT / "docs" / "notebook.ipynb", as_version=4)

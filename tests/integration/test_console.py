@@ -18,7 +18,7 @@ from tests.integration.test_deploy import DEPLOY
 from tests.waiting import wait_until_sync
 
 __all__ = ["browser", "page"]
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.alone, pytest.mark.nightly, pytest.mark.timeout(400)]
 
 EDITS = {
     "exp_name": "live",

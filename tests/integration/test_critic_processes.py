@@ -121,6 +121,7 @@ def test_a_killed_critic_of_its_own_returns_with_the_learner_and_nothing_differs
         assert_moves_into_the_learner(run, within)
 
 
+@pytest.mark.nightly
 def test_a_critic_of_its_own_under_zero_2_equals_the_one_in_the_learner(tmp_path: Path) -> None:
     """Two ranks of each role shard gradients and moments among themselves, and continue from a checkpoint."""
     for name, nodes in (("within", NodeRanks(2)), ("own", NodeRanks(2, 2))):

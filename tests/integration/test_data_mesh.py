@@ -134,6 +134,7 @@ def judged(folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.nightly
 def test_online_pairs_of_answers_survive_the_kills_of_judge_and_learner(cluster: RayCluster) -> None:
     """Prompts with images over REST, scored by a rule and a judge of the mesh, paired best against worst."""
     for name, number in (("rows", 100), ("few", 10)):
@@ -220,6 +221,7 @@ def adopted(cluster: RayCluster, run: str) -> bool:
     return bool(changes) and changes[-1]["from_step"] is not None
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("pipeline", ["distill", "reward_model"])
 def test_a_pipeline_is_started_over_rest_and_proven(cluster: RayCluster, pipeline: str) -> None:
     text = document(pipeline, "max_steps: 4", "save_steps: 4", "eval_steps: 4")

@@ -36,7 +36,12 @@ ENDS = {
 RECORDING = ("record_batches=100",)
 
 
-@pytest.fixture(scope="module", params=["sft", "dpo", "kto", "distill"])
+KTO, DISTILL = (pytest.param(name, marks=pytest.mark.nightly) for name in ("kto", "distill"))
+PREFERENCES = ("dpo", KTO)
+PIPELINES = ("sft", *PREFERENCES, DISTILL)
+
+
+@pytest.fixture(scope="module", params=PIPELINES)
 def undisturbed(
     request: pytest.FixtureRequest, redis_server: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Run]:
@@ -148,7 +153,7 @@ def test_too_long_and_bad_rows_are_replaced_and_counted(redis_server: str, tmp_p
         assert counters.failed == {"bad_row": 3}
 
 
-@pytest.mark.parametrize("undisturbed", ["dpo", "kto"], indirect=True)
+@pytest.mark.parametrize("undisturbed", PREFERENCES, indirect=True)
 def test_a_precomputed_reference_gives_the_same_weights(redis_server: str, tmp_path: Path, undisturbed: Run) -> None:
     """Its logprobs are kept beside the rows, for the successor of a killed learner and for later runs."""
     pipeline = pipeline_of(undisturbed)

@@ -137,6 +137,7 @@ def test_deploy_file_works_as_it_is(cluster: RayCluster):
     assert shared_memory(cluster) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_runs_survive_deployments_and_kills_and_shutdown_is_clean(cluster: RayCluster):
     cluster.start(num_cpus=1)

@@ -12,7 +12,7 @@ import yaml
 from tests.integration.test_roll_file import write_player
 from tests.paths import ROOT
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.alone, pytest.mark.nightly, pytest.mark.timeout(300)]
 
 FILE = ROOT / "tests" / "integration" / "data" / "every_key.yaml"
 

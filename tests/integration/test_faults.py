@@ -37,6 +37,7 @@ def wait_until_asleep(train: TrainProcess) -> None:
         wait_until_sync(sleeps, every_s=0.002)
 
 
+@pytest.mark.nightly
 def test_a_killed_scorer_returns_and_no_group_is_trained_without_its_score(start: Start):
     """In a run whose engine sleeps during steps: the learner and the engine are killed while it does."""
     train = start(
@@ -58,6 +59,7 @@ def test_a_killed_scorer_returns_and_no_group_is_trained_without_its_score(start
     assert (train.output_dir / "logs" / "scorer-quickstart-reference-0.log").read_text().count("scores groups") == 2
 
 
+@pytest.mark.nightly
 def test_a_failover_to_a_lagging_replica_has_no_group_trained_twice(start: Start, tmp_path: Path):
     """The replica lacks the acknowledgements of at least one checkpoint, and all groups admitted since."""
     orders = tmp_path / "orders"

@@ -137,6 +137,7 @@ def test_a_hanging_rank_ends_the_learner_and_two_ranks_match_one(redis_server: s
         assert gradient_norms(run) == pytest.approx(gradient_norms(alone), rel=1e-4)
 
 
+@pytest.mark.nightly
 def test_processes_on_two_hosts_match_one_and_die_together(redis_server: str, tmp_path: Path, alone: Run) -> None:
     hosts = ("actor_train.num_processes=2", "num_gpus_per_node=1")
     with a_run(redis_server, tmp_path, "hosts", (*SMOOTH, *hosts)) as run:

@@ -134,6 +134,7 @@ def s3() -> Iterator[None]:
 
 
 @pytest.mark.alone
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("s3")  # before the cluster, which takes the environment
 def test_a_learner_of_two_nodes_dies_and_returns_as_one(request: pytest.FixtureRequest) -> None:

@@ -29,8 +29,11 @@ SMALL = (
 
 @pytest.mark.parametrize(
     ("name", "engine"),
-    [("frozen_lake", ()), ("sokoban", (HF_INFER,)), ("webshop", (HF_INFER,))],
-    ids=("frozen_lake", "sokoban", "webshop"),
+    [
+        pytest.param("frozen_lake", (), id="frozen_lake"),
+        pytest.param("sokoban", (HF_INFER,), id="sokoban", marks=pytest.mark.nightly),
+        pytest.param("webshop", (HF_INFER,), id="webshop", marks=pytest.mark.nightly),
+    ],
 )
 def test_two_steps_with_a_random_qwen2(name: str, engine: tuple[str, ...], tmp_path: Path):
     model, run = tmp_path / "model", tmp_path / "run"

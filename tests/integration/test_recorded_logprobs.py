@@ -24,8 +24,16 @@ pytestmark = [pytest.mark.alone, pytest.mark.timeout(400)]
 
 FLOAT_NOISE = 3e-5
 WHOLE = ("save_steps=1", "max_ckpt_to_keep=100", "record_batches=100", "zero_variance=train")
+SLOW = (
+    "custom_envs.FrozenLake.env_type=tests.integration.slow_lake:SlowLake",
+    "custom_envs.FrozenLake.execution=thread",
+    "rollout.num_threads=64",
+    "warm_start.steps=1",  # its demonstrations play the same env
+)
+"""Episodes that take longer than a step of the learner."""
 
 
+@pytest.mark.nightly
 def test_recorded_logprobs_are_those_of_their_versions_weights(start: Start) -> None:
     """Turns within one version; under `keep` a longer one continues on older keys and values, which its spans tell."""
     overrides = (*WHOLE, "max_steps=5", "actor_infer.strategy_args.strategy_name=hf_infer")
@@ -37,11 +45,11 @@ def test_recorded_logprobs_are_those_of_their_versions_weights(start: Start) -> 
     assert len(compared.versions) >= 4, "batches lag by one version at most"
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_kills_with_open_sessions_lose_no_group_and_mix_no_weights(start: Start) -> None:
     """vLLM's replica, an env worker, the learner and the engine core die while episodes stay in the engine and weights
     change."""
-    overrides = (*WHOLE, "max_steps=10")
+    overrides = (*WHOLE, *SLOW, "max_steps=10")
     train = start(*overrides)
     victims = ("ray::ServeReplica:generation", "ray::EnvWorker", "offbeat.trainer.cli", "VLLM::EngineCore")
     for step, victim in zip((1, 3, 5, 7), victims, strict=True):

@@ -45,6 +45,7 @@ def living(folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.nightly
 def test_every_part_may_die_from_the_first_second_on(start: Start):
     """One start in which Redis dies three times, Ray's head, learner, control replica and engine once, and a run whose GCS
     dies."""

@@ -250,6 +250,7 @@ def test_code_programs_and_folders_beyond_the_rights_are_refused(key: str, tmp_p
             {"env_type": "code", "env_config": {"dataset_name": "x", "sandbox": {"isolation": "warn"}}},
             "env_config.sandbox.isolation",
         ),
+        ({"env_type": "harbor", "env_config": {"sandbox": {"image": "ubuntu:24.04"}}}, "env_config.sandbox.image"),
         (
             {
                 "env_type": "tools",

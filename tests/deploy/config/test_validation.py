@@ -64,8 +64,8 @@ async def test_an_env_of_ones_own_that_prints_is_accepted():
 @pytest.mark.parametrize(
     ("env_type", "message", "timeout_s"),
     [
-        ("own_envs:HangingReset", "making and resetting own_envs:HangingReset did not end within 20 s", 20.0),
-        ("hanging_import:Env", "import of hanging_import:Env did not end within 20 s", 20.0),
+        ("own_envs:HangingReset", "making and resetting own_envs:HangingReset did not end within 6 s", 6.0),
+        ("hanging_import:Env", "import of hanging_import:Env did not end within 6 s", 6.0),
         ("own_envs:Crashing", r"making and resetting own_envs:Crashing failed \(.*exit status 3", 60.0),
     ],
 )

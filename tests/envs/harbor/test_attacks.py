@@ -1,14 +1,13 @@
-"""Attacks on a verifier for its reward; each is shown to succeed without `protect`."""
+"""Attacks on a verifier for its reward, in both backends; each is shown to succeed without `protect`."""
 
 import pytest
 
 from offbeat.envs.harbor.machine import LOGS, TESTS, VERIFIER_LOGS
 from offbeat.envs.harbor.task import find_tasks, read_files
 from offbeat.envs.harbor.trial import TaskTrial, read_verdict
-from offbeat.envs.sandbox.shell import ShellLimits, command_env
-from tests.envs.harbor.task_folder import TaskFolder, needs_shell
+from tests.envs.harbor.task_folder import TaskFolder
+from tests.envs.sandbox.test_shell import BACKENDS, limits_of
 
-pytestmark = needs_shell
 VERIFIER = """
 for i in $(seq ${PATIENCE:-5}); do
   [ -e /app/out.txt ] || [ -e /logs/verifier/reward.json ] && break
@@ -23,6 +22,7 @@ ATTACKS = {
     "a link to the expected answer": "ln -s /tests/expected.txt out.txt",
     "a link by way of the root": "ln -s / up; ln -s up/tests/expected.txt out.txt",
     "a link by a relative path": "ln -s ../tests/expected.txt out.txt",
+    "a link in a folder that can't be listed": "mkdir d; ln -s /tests/expected.txt d/o; chmod 111 d; ln -s d/o out.txt",
     "a process that waits for the answer": "(until cp /tests/expected.txt out.txt; do sleep 0.02; done) 2> /dev/null &",
     "a process that writes the reward": "cd /logs/verifier; setsid bash -c "
     "'while sleep 0.05; do echo 1 > .reward; mv .reward reward.json; done' &",
@@ -32,12 +32,12 @@ HARMLESS_UNPROTECTED = ("a shell's start-up file",)
 """Harmless to a verifier without protection, too, as variables end with their command."""
 
 
-@pytest.fixture
-def trial(task_folder: TaskFolder):
+@pytest.fixture(params=BACKENDS)
+def trial(task_folder: TaskFolder, request: pytest.FixtureRequest):
     task_folder.write("tests/test.sh", VERIFIER)
     task_folder.write("tests/expected.txt", "secret\n")
     (task,) = find_tasks(task_folder.path)
-    trial = TaskTrial(task, ShellLimits())
+    trial = TaskTrial(task, limits_of(request.param))
     trial.begin_step(task.steps[0])
     yield trial
     trial.close()
@@ -55,7 +55,7 @@ def test_it_would_succeed_without_protection(trial: TaskTrial, attack: str):
     trial.run(ATTACKS[attack], 20)
     shell = trial.machine.shell
     shell.upload(TESTS, read_files(trial.task.steps[0].tests[0]))
-    patient = command_env() | {"PATIENCE": "200"}
+    patient = shell.command_env() | {"PATIENCE": "200"}
     result = shell.run(("bash", f"{TESTS}/test.sh"), cwd="/app", env=patient, timeout_s=20)
     assert read_verdict(shell, result).rewards == {"reward": 1.0}
 

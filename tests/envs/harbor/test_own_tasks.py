@@ -6,12 +6,14 @@ from offbeat.envs import registry
 from offbeat.envs.contract import check_contract
 from offbeat.envs.harbor import HarborConfig, HarborEnv
 from offbeat.envs.harbor.obstacles import find_obstacles
+from offbeat.envs.harbor.report import describe_task
 from offbeat.envs.harbor.task import HarborTask, find_tasks
 from offbeat.envs.harbor.task_set import OWN_TASKS, load_split
 from offbeat.envs.harbor.trial import TaskTrial
 from offbeat.envs.harbor.vocabulary import solution_commands
 from offbeat.envs.sandbox.shell import ShellLimits
-from tests.envs.harbor.task_folder import needs_shell
+from tests.envs.harbor.task_folder import TaskFolder, needs_shell
+from tests.envs.sandbox.images import make_image, needs_container
 
 TASKS = find_tasks(OWN_TASKS)
 
@@ -56,6 +58,28 @@ def test_an_episode_of_the_solutions_commands_succeeds(name: str):
             rewards.append(reward)
     assert (terminated, info["success"], info["submitted"], observation) == (True, True, True, "")
     assert rewards == [0.0] * (len(rewards) - 1) + [1.0]
+
+
+@needs_container
+@pytest.mark.parametrize("name", ["fix-mean", "two-reports", "link-current", "make-executable"])
+def test_a_task_is_solved_in_a_container(name: str):
+    (task,) = (task for task in TASKS if task.name == name)
+    ok, text = describe_task(task, solve=True, image=make_image())
+    assert ok, text
+    assert "the solution earns 1, doing nothing 0" in text
+
+
+def test_an_image_stands_for_a_tasks_own(task_folder: TaskFolder, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("offbeat.envs.harbor.obstacles.command_env", lambda: {"PATH": "/nowhere"})
+    task_folder.write("environment/Dockerfile", "FROM pytorch/pytorch\nRUN pip install x\n")
+    task_folder.write("tests/test.sh", "psql -c x\n")
+    (task,) = find_tasks(task_folder.path)
+    assert find_obstacles(task) == (
+        "its Dockerfile: its image pytorch/pytorch",
+        "its Dockerfile: RUN pip: needs the network",
+        "its verifier calls psql (tests/test.sh), which is not installed here",
+    )
+    assert find_obstacles(task, in_container=True) == ("its Dockerfile: RUN pip: needs the network",)
 
 
 @needs_shell

@@ -1,0 +1,25 @@
+"""Choice between the kernel sandbox and a container for a policy's shell."""
+
+from collections.abc import Sequence
+
+from offbeat.envs.sandbox.container import ContainerShell, check_container
+from offbeat.envs.sandbox.shell import Shell, ShellLimits, check_shell
+
+AnyShell = Shell | ContainerShell
+
+
+def open_shell(folders: Sequence[str], limits: ShellLimits) -> AnyShell:
+    """Start a shell.
+
+    folders: writable, besides `HOME`.
+
+    Raises:
+        IsolationError: the machine can't isolate it.
+        ShellError: it did not start.
+    """
+    return ContainerShell(folders, limits) if limits.image else Shell(folders, limits)
+
+
+def check_sandbox(limits: ShellLimits) -> None:
+    """Raise `IsolationError` if this machine can't isolate a shell, or lacks the image."""
+    (check_container if limits.image else check_shell)(limits)

@@ -1,0 +1,341 @@
+"""A policy's shell in a container of podman or docker, with the operations of `Shell`.
+
+Each operation is an `exec` from outside. Invariants: the image's files are read-only, but for folders in memory; the
+container has neither network nor capabilities; it ends with the process that holds it, even one killed by SIGKILL.
+"""
+
+import contextlib
+import functools
+import io
+import math
+import os
+import posixpath
+import select
+import subprocess
+import tarfile
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import IO, Literal
+
+from offbeat.envs.sandbox.container_engine import find_image, run_command, seccomp_profile, trusted_env
+from offbeat.envs.sandbox.run import STARTUP_TIMEOUT_S, IsolationError
+from offbeat.envs.sandbox.shell import (
+    HOME,
+    REPLY_TIMEOUT_S,
+    CommandResult,
+    ShellError,
+    ShellLimits,
+    UploadedFile,
+    join_output,
+)
+from offbeat.envs.sandbox.shell_runner import PAST_S, Output, overlap
+
+PROGRAMS = ("cat", "chmod", "env", "find", "head", "mkdir", "readlink", "rm", "sleep", "stat", "tar", "xargs")
+"""Besides /bin/sh, those that an image needs."""
+SUPERVISOR = """
+trap '' PIPE
+name=$1 life_s=$2 engine=$3
+shift 2
+folder=$(mktemp -d) && cd "$folder" || exit 1
+"$@" >&2 </dev/null && echo started && timeout "$life_s" cat >/dev/null
+for attempt in 1 2 3; do "$engine" rm --force --volumes "$name" >/dev/null 2>&1 && break; sleep 1; done
+cd / && rm -rf "$folder"
+"""
+"""Starts a container; removes it at the end of its input, which the worker holds, or of its time.
+
+Its folder is its own, as conmon writes a file `oom` there when memory runs out.
+"""
+RUN = 'cd -- "$1" && echo $$ && shift && exec env -i "$@" 2>&1'
+UPLOAD = 'mkdir -p -- "$1" && tar -xf - -C "$1"'
+READ = """
+if [ -f "$1" ] && ! [ -h "$1" ]; then exec head -c "$2" -- "$1"; fi
+if [ -e "$1" ] || [ -h "$1" ]; then echo "$1 is no regular file" >&2; exit 3; fi
+exit 4
+"""
+MISSING = 4
+CLEAR = """
+for folder; do
+  if [ -h "$folder" ] || [ -f "$folder" ]; then rm -f -- "$folder" || exit 1; fi
+  mkdir -p -- "$folder" && chmod 755 -- "$folder" || exit 1
+  find "$folder" -xdev -type d ! -perm -700 -exec chmod u+rwx {} \\; || exit 1
+  find "$folder" -mindepth 1 -maxdepth 1 -exec rm -rf -- {} + || exit 1
+done
+"""
+DEVICES = """
+for path in /dev/* /dev/.[!.]*; do
+  if [ -h "$path" ]; then echo "$path $(readlink "$path")"
+  elif [ -c "$path" ]; then echo "$path $(stat -c %t:%T "$path")"; fi
+done
+"""
+KILL = f"""
+kill -9 -1 2>/dev/null
+for path in /proc/[0-9]*; do
+  pid=${{path#/proc/}}
+  [ "$pid" = 1 ] || [ "$pid" = $$ ] || while kill -9 "$pid" 2>/dev/null; do :; done
+done
+{DEVICES}"""
+"""After the first line, what is left is dying, or the next `sleep` of the first process, which reaps all."""
+LINKS = """
+link=$1; shift
+find "$@" -xdev -type d ! -perm -500 -exec chmod u+rwx {} \\;
+find / /dev -xdev -maxdepth 1 -type l -exec sh -c "$link" sh {} + && find "$@" -xdev -type l -exec sh -c "$link" sh {} +
+"""
+LINK = 'for path; do target=$(readlink -n "$path"; echo x); printf "%s\\0%s\\0" "$path" "${target%x}"; done'
+CLOSE_TIMEOUT_S = 5.0
+"""Of a supervisor, which goes on to remove its container without its worker."""
+MAX_LINKS = 40
+"""Of one path, as in the kernel."""
+LIMITS = """
+for program; do command -v "$program" >/dev/null || echo "no program $program"; done
+for file in /sys/fs/cgroup/memory.max /sys/fs/cgroup/memory/memory.limit_in_bytes; do [ -f $file ] && cat $file; done
+:
+"""
+
+
+class ContainerShell:
+    """Shell of one episode in a container; concurrent calls wait for each other."""
+
+    def __init__(self, folders: Sequence[str], limits: ShellLimits) -> None:
+        """folders: writable, in memory, besides `HOME`.
+
+        Raises:
+            IsolationError: podman and docker, or the image, are missing.
+            ShellError: the container did not start.
+        """
+        self.image = find_image(limits)
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._folders = tuple(dict.fromkeys((*folders, HOME, *self.image.volumes)))
+        self._name = f"offbeat-{uuid.uuid4().hex}"
+        self._supervisor: subprocess.Popen[bytes] | None = self._start()
+        try:
+            self._devices = self.call("start", DEVICES)
+        except ShellError:
+            self.close()
+            raise
+
+    def run(self, command: Sequence[str], *, cwd: str, env: Mapping[str, str], timeout_s: float) -> CommandResult:
+        """Run a command in `env` alone; raises ShellError if the container has ended or refuses it."""
+        variables = [f"{name}={value}" for name, value in env.items()]
+        with self._lock, tempfile.TemporaryFile() as errors:
+            process = subprocess.Popen(
+                self._exec(RUN, cwd, *variables, *command),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+            )
+            try:
+                pid = _read_line(_opened(process.stdout), REPLY_TIMEOUT_S)
+                if not pid:
+                    process.kill()
+                    process.wait()
+                    raise ShellError(f"run: {_last_line(errors) or 'the container does not answer'}")
+                return self._read_output(process, pid.decode(), timeout_s)
+            finally:
+                process.kill()
+                process.wait()
+                _opened(process.stdout).close()
+
+    def upload(self, folder: str, files: Mapping[str, UploadedFile]) -> None:
+        """Write files below `folder`, replacing others."""
+        archive = io.BytesIO()
+        with tarfile.open(fileobj=archive, mode="w") as tar:
+            for name, file in files.items():
+                entry = tarfile.TarInfo(name)
+                entry.mtime, entry.mode = PAST_S, 0o755 if file.content is None else file.mode
+                entry.type = tarfile.DIRTYPE if file.content is None else tarfile.REGTYPE
+                entry.size = len(file.content or b"")
+                tar.addfile(entry, io.BytesIO(file.content or b""))
+        self.call("upload", UPLOAD, folder, data=archive.getvalue())
+
+    def clear(self, *folders: str) -> None:
+        """Remove the content of folders; create missing ones."""
+        self.call("clear", CLEAR, *folders)
+
+    def unlink_to(self, folders: Sequence[str], targets: Sequence[str]) -> None:
+        """Remove symbolic links below `folders` that lead into `targets`, above them, or into /proc."""
+        fields = os.fsdecode(self.call("unlink_to", LINKS, LINK, *folders)).split("\0")
+        links = dict(zip(fields[::2], fields[1::2], strict=False))
+        bad = [
+            path
+            for path in links
+            if any(path.startswith(f"{folder}/") for folder in folders)
+            and any(overlap(resolve(path, links), target) for target in (*targets, "/proc"))
+        ]
+        if bad:
+            self.call("unlink_to", "exec xargs -0 rm -f --", data=os.fsencode("\0".join(bad)))
+
+    def read(self, path: str, max_bytes: int = 1 << 16) -> bytes | None:
+        """Read a regular file, or return None."""
+        with self._lock:
+            result = self._run(READ, path, str(max_bytes))
+        if result.returncode == MISSING:
+            return None
+        return self._checked("read", result)
+
+    def kill_processes(self) -> None:
+        """Kill all commands and what they started; raises ShellError if they replaced devices of /dev."""
+        if self.call("kill", KILL) != self._devices:
+            raise ShellError("kill: a command replaced files of /dev")
+
+    def command_env(self) -> dict[str, str]:
+        """Return a command's variables: the image's, less paths that a command could fill."""
+        own = {"HOME": HOME, "TMPDIR": "/tmp", "LANG": "C.UTF-8", "TERM": "dumb"}
+        return {**trusted_env(self.image, self._folders), **own}
+
+    def close(self) -> None:
+        """Remove the container."""
+        if self._supervisor is not None:
+            _end(self._supervisor)
+            self._supervisor = None
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        profile = seccomp_profile(self.image.command)
+        with tempfile.TemporaryFile() as errors, tempfile.NamedTemporaryFile("w", suffix=".json") as seccomp:
+            seccomp.write(profile or "")
+            seccomp.flush()
+            path = seccomp.name if profile else None
+            command = run_command(self.image, self._name, self._folders, self._limits, seccomp=path)
+            supervisor = subprocess.Popen(
+                ["/bin/sh", "-c", SUPERVISOR, "sh", self._name, str(math.ceil(self._limits.timeout_s)), *command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+            )
+            if _read_line(_opened(supervisor.stdout), 2 * STARTUP_TIMEOUT_S) != b"started":
+                _end(supervisor)
+                raise ShellError(f"the container did not start: {_last_line(errors)}")
+            return supervisor
+
+    def _read_output(self, process: "subprocess.Popen[bytes]", pid: str, timeout_s: float) -> CommandResult:
+        start = time.monotonic()
+        output, timed_out, deadline = Output(4 * self._limits.max_output_chars), False, start + timeout_s
+        fd = _opened(process.stdout).fileno()
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        while True:
+            ready = poll.poll(1000 * max(0.0, deadline - time.monotonic()))
+            if ready and not output.read(fd):
+                break
+            if time.monotonic() >= deadline:
+                if timed_out:
+                    break
+                timed_out, deadline = True, time.monotonic() + REPLY_TIMEOUT_S
+                self._run('kill -9 "-$1"', pid)
+        text = join_output(output.head, output.tail, output.num_dropped, self._limits.max_output_chars)
+        exit_code = -9 if timed_out else process.wait(REPLY_TIMEOUT_S)
+        return CommandResult(text, exit_code, timed_out, time.monotonic() - start)
+
+    def call(self, operation: str, script: str, *arguments: str, data: bytes = b"") -> bytes:
+        """Run a script in the container and return its output; raises `ShellError`, named by the operation, if it fails."""
+        with self._lock:
+            return self._checked(operation, self._run(script, *arguments, data=data))
+
+    def _run(self, script: str, *arguments: str, data: bytes = b"") -> "subprocess.CompletedProcess[bytes]":
+        try:
+            return subprocess.run(
+                self._exec(script, *arguments),
+                input=data,
+                capture_output=True,
+                check=False,
+                timeout=2 * REPLY_TIMEOUT_S,
+                start_new_session=True,
+            )
+        except subprocess.TimeoutExpired:
+            raise ShellError("the container does not answer") from None
+
+    def _checked(self, operation: str, result: "subprocess.CompletedProcess[bytes]") -> bytes:
+        if result.returncode:
+            lines = result.stderr.decode(errors="replace").strip().splitlines()
+            raise ShellError(f"{operation}: {lines[-1] if lines else f'exit code {result.returncode}'}")
+        return result.stdout
+
+    def _exec(self, script: str, *arguments: str) -> list[str]:
+        if self._supervisor is None:
+            raise ShellError("the shell is closed")
+        return [*self.image.command, "exec", "-i", self._name, "/bin/sh", "-c", script, "sh", *arguments]
+
+
+def check_container(limits: ShellLimits) -> None:
+    """Raise `IsolationError` if containers of the image don't start here, with its programs and within the limits."""
+    _check(limits.image, limits.runtime, limits.memory_mib, limits.max_processes)
+
+
+@functools.cache
+def _check(image: str | None, runtime: Literal["runsc"] | None, memory_mib: int, max_processes: int) -> None:
+    limits = ShellLimits(image=image, runtime=runtime, memory_mib=memory_mib, max_processes=max_processes)
+    try:
+        shell = ContainerShell(("/tmp",), limits)
+        try:
+            lines = shell.call("check", LIMITS, *PROGRAMS).decode().split("\n")[:-1]
+        finally:
+            shell.close()
+    except ShellError as error:
+        raise IsolationError(f"image {image}: {error}") from error
+    missing = [line.removeprefix("no program ") for line in lines if line.startswith("no program ")]
+    if missing:
+        raise IsolationError(f"image {image} lacks {', '.join(missing)}, which its shell needs")
+    if runtime is None and str(memory_mib << 20) not in lines:
+        raise IsolationError(
+            f"{shell.image.command[0]} does not limit the memory of containers here: as another user than root it needs "
+            "cgroups v2, delegated to the user"
+        )
+
+
+def resolve(path: str, links: Mapping[str, str]) -> str:
+    """Follow a path's symbolic links; stop in /proc, whose own depend on the process, and in a loop."""
+    parts, num_links = path.split("/")[::-1], 0
+    current: str = "/"
+    while parts and current != "/proc":
+        part = parts.pop()
+        if part in ("", "."):
+            continue
+        following: str = posixpath.dirname(current) if part == ".." else posixpath.join(current, part)
+        target = links.get(following)
+        if target is None:
+            current = following
+            continue
+        num_links += 1
+        if num_links > MAX_LINKS:
+            break
+        parts += target.split("/")[::-1]
+        current = "/" if target.startswith("/") else current
+    return current
+
+
+def _read_line(pipe: IO[bytes], timeout_s: float) -> bytes | None:
+    """Read a line byte by byte, as what follows is read elsewhere; return None without one."""
+    deadline, line = time.monotonic() + timeout_s, b""
+    poll = select.poll()
+    poll.register(pipe.fileno(), select.POLLIN)
+    while not line.endswith(b"\n"):
+        is_ready = poll.poll(1000 * max(0.0, deadline - time.monotonic()))
+        byte = os.read(pipe.fileno(), 1) if is_ready else b""
+        if not byte:
+            return None
+        line += byte
+    return line[:-1]
+
+
+def _last_line(errors: IO[bytes]) -> str:
+    errors.seek(0)
+    lines = errors.read().decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else ""
+
+
+def _end(supervisor: "subprocess.Popen[bytes]") -> None:
+    """End a supervisor's input, at which it removes its container."""
+    _opened(supervisor.stdin).close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        supervisor.wait(CLOSE_TIMEOUT_S)
+    _opened(supervisor.stdout).close()
+
+
+def _opened(pipe: IO[bytes] | None) -> IO[bytes]:
+    assert pipe is not None
+    return pipe

@@ -1,0 +1,150 @@
+"""podman or docker on this machine: an image, and the command of a container with a shell's limits."""
+
+import errno
+import functools
+import json
+import resource
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from offbeat.envs.sandbox.run import IsolationError
+from offbeat.envs.sandbox.shell import ShellLimits
+
+ENGINES = ("podman", "docker")
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+MAX_OPEN_FILES = 1024
+MAX_NPROC = 4096
+"""Of the user who is the container's root; `max_processes` limits the container."""
+FIRST_PROCESS = "trap '' HUP INT QUIT TERM; while :; do sleep 3600 & wait; done"
+"""Reaps what commands leave. A namespace's first process gets their signals only where it has a handler, as dash for INT."""
+OF_PODMAN = ("--read-only-tmpfs=false", "--http-proxy=false", "--image-volume=ignore")
+REFUSED_CALLS = (
+    *("unshare", "setns", "mount", "umount", "umount2", "pivot_root", "chroot", "open_tree", "move_mount", "fsopen"),
+    *("fsconfig", "fsmount", "fspick", "mount_setattr", "keyctl", "add_key", "request_key", "bpf", "userfaultfd"),
+)
+NAMESPACE_FLAGS = 0x7E020000
+"""Of `clone`."""
+INSPECT_TIMEOUT_S = 60.0
+
+
+class Image(NamedTuple):
+    command: tuple[str, ...]
+    """podman or docker, with options of all its commands."""
+    name: str
+    env: dict[str, str]
+    volumes: tuple[str, ...]
+
+
+def find_image(limits: ShellLimits) -> Image:
+    """Find the image, first in podman; raises IsolationError without podman and docker, or without the image."""
+    assert limits.image is not None
+    return _find(limits.image, limits.runtime)
+
+
+@functools.lru_cache(maxsize=64)
+def _find(name: str, runtime: str | None) -> Image:
+    found = [engine for engine in ENGINES if shutil.which(engine)]
+    if not found:
+        raise IsolationError(
+            f"image {name}: neither podman nor docker is on PATH. Install one, or leave out `image` for the kernel sandbox"
+        )
+    errors: list[str] = []
+    for engine in found:
+        command = ("podman", *(("--runtime", runtime) if runtime else ())) if engine == "podman" else ("docker",)
+        result = subprocess.run(
+            [*command, "image", "inspect", name],
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            timeout=INSPECT_TIMEOUT_S,
+        )
+        if not result.returncode:
+            config: dict[str, Any] = json.loads(result.stdout)[0].get("Config") or {}
+            env = dict(text.split("=", 1) for text in config.get("Env") or () if "=" in text)
+            return Image(command, name, env, tuple(config.get("Volumes") or ()))
+        errors.append(f"{engine}: {(result.stderr.strip().splitlines() or ['no message'])[-1]}")
+    raise IsolationError(
+        f"image {name} is not on this machine, and a run pulls none (`{found[0]} pull {name}`): {'; '.join(errors)}"
+    )
+
+
+def run_command(
+    image: Image, name: str, folders: Sequence[str], limits: ShellLimits, *, seccomp: str | None = None
+) -> list[str]:
+    """Return the command that starts container `name`.
+
+    folders: in memory; podman copies the image's files into them. seccomp: a file, in place of the default profile.
+    """
+    memory = f"{limits.memory_mib}m"
+    options = ["--detach", "--name", name, "--pull", "never", "--network", "none", "--read-only", "--user", "0:0"]
+    options += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--log-driver", "none", "--no-healthcheck"]
+    options += ["--memory", memory, "--memory-swap", memory, "--pids-limit", str(limits.max_processes)]
+    limited = {"cpu": limits.cpu_s, "fsize": limits.file_mib << 20, "core": 0}
+    limited |= {"nofile": _at_most(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)}
+    limited |= {"nproc": _at_most(resource.RLIMIT_NPROC, MAX_NPROC)}
+    for key, value in limited.items():
+        options += ["--ulimit", f"{key}={value}:{value}"]
+    for folder in folders:
+        mode = "1777" if folder == "/tmp" else "755"
+        options += ["--tmpfs", f"{folder}:rw,exec,nosuid,nodev,size={limits.disk_mib}m,mode={mode}"]
+    for variable in image.env:
+        options += ["--env", f"{variable}="]
+    options += ["--env", f"PATH={SYSTEM_PATH}", "--stop-timeout", "0", "--workdir", "/", "--entrypoint", "/bin/sh"]
+    if seccomp is not None:
+        options += ["--security-opt", f"seccomp={seccomp}"]
+    if image.command[0] == "podman":
+        options += OF_PODMAN
+    elif limits.runtime:
+        options += ["--runtime", limits.runtime]
+    return [*image.command, "run", *options, image.name, "-c", FIRST_PROCESS]
+
+
+@functools.cache
+def seccomp_profile(command: tuple[str, ...]) -> str | None:
+    """Return podman's profile without new namespaces and mounts, which docker's refuses anyway; None: the default."""
+    if command[0] != "podman":
+        return None
+    result = subprocess.run(
+        [*command, "info", "--format", "{{.Host.Security.SECCOMPProfilePath}}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        timeout=INSPECT_TIMEOUT_S,
+    )
+    path = Path(result.stdout.strip())
+    if not path.is_file():
+        return None
+    profile: dict[str, Any] = json.loads(path.read_text())
+    for rule in profile["syscalls"]:
+        rule["names"] = [name for name in rule["names"] if name not in ("clone", "clone3", *REFUSED_CALLS)]
+    without_namespaces = {"index": 0, "value": NAMESPACE_FLAGS, "valueTwo": 0, "op": "SCMP_CMP_MASKED_EQ"}
+    profile["syscalls"] = [rule for rule in profile["syscalls"] if rule["names"]] + [
+        {"names": ["clone"], "action": "SCMP_ACT_ALLOW", "args": [without_namespaces]},
+        {"names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": errno.ENOSYS},
+        {"names": list(REFUSED_CALLS), "action": "SCMP_ACT_ERRNO", "errnoRet": errno.EPERM},
+    ]
+    return json.dumps(profile)
+
+
+def trusted_env(image: Image, folders: Sequence[str]) -> dict[str, str]:
+    """Return the image's variables, less the entries of paths in writable folders, which the policy may fill."""
+    kept: dict[str, str] = {}
+    for name, value in image.env.items():
+        entries = [entry for entry in value.split(":") if not _is_below(entry, folders)]
+        if entries:
+            kept[name] = ":".join(entries)
+    return {"PATH": SYSTEM_PATH, **kept}
+
+
+def _is_below(path: str, folders: Sequence[str]) -> bool:
+    return any(path == folder or path.startswith(f"{folder}/") for folder in folders)
+
+
+def _at_most(limit: int, value: int) -> int:
+    hard = resource.getrlimit(limit)[1]
+    return value if hard == resource.RLIM_INFINITY else min(value, hard)
