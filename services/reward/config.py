@@ -66,11 +66,6 @@ class RewardsConfig(Config):
         weighted = [reward.name for reward in self.rewards if reward.weight != 1]
         if self.combine == "product" and weighted:
             raise ValueError(f"the weight of reward {weighted[0]!r} has no effect with combine: product; leave it out")
-        if weighted_gates := [name for name in gates if name in weighted]:
-            raise ValueError(
-                f"the weight of reward {weighted_gates[0]!r} has no effect, because its threshold makes it a condition: "
-                "leave one of them out"
-            )
         return self
 
     def of_tag(self, tag: str) -> list[RewardConfig]:

@@ -55,6 +55,28 @@ def check_effects(config: LearnerConfig, *, group_size: int) -> Iterator[ConfigI
         )
 
 
+def check_controller_effect(
+    config: LearnerConfig, *, groups_per_step: int, num_env_groups: int
+) -> Iterator[ConfigIssue]:
+    """Yield bounds of the staleness controller that leave nothing to change."""
+    control = config.staleness_controller
+    if control is None or control.min_staleness < control.max_staleness:
+        return
+    min_groups = groups_per_step if control.min_env_groups is None else control.min_env_groups
+    max_groups = num_env_groups if control.max_env_groups is None else control.max_env_groups
+    if min_groups == max_groups:
+        yield ConfigIssue(
+            "staleness_controller",
+            f"has no effect, because its bounds leave one value each, {control.max_staleness:g} versions and {max_groups} "
+            "groups: leave it out, or widen them",
+        )
+    elif control.staleness_step != type(control).model_fields["staleness_step"].default:
+        yield ConfigIssue(
+            "staleness_controller.staleness_step",
+            f"has no effect with min_staleness and max_staleness of {control.max_staleness:g}: leave it out, or widen them",
+        )
+
+
 def _check_unit_ratio(config: LearnerConfig) -> Iterator[ConfigIssue]:
     """Yield keys of a ratio that is always 1: one optimizer step per batch on recomputed logprobs."""
     if config.ppo_epochs > 1 or config.actor_train.training_args.num_minibatches > 1:
@@ -129,7 +151,14 @@ def _check_on_policy(config: LearnerConfig) -> Iterator[ConfigIssue]:
 
 
 def _check_filters(config: LearnerConfig) -> Iterator[ConfigIssue]:
-    """Yield filters of equal rewards beside estimators for which these carry no signal anyway."""
+    """Yield filters that pass no group, or only drop groups that carry no signal anyway."""
+    for tag, query_filter in config.query_filter_config.items():
+        low, high = query_filter.filter_args.threshold_down, query_filter.filter_args.threshold_up
+        if query_filter.type == "mean_filter" and low >= high:
+            yield ConfigIssue(
+                f"query_filter_config.{tag}.filter_args",
+                f"threshold_down {low:g} is not below threshold_up {high:g}, so that no group is trained",
+            )
     compares_totals = config.adv_estimator not in (*TURN_WISE, *DECOUPLED, *GREEDY_BASELINE)
     if not config.compares_siblings or not compares_totals or config.reward_shaping.is_on:
         return

@@ -190,19 +190,6 @@ def check_staleness_controller(
             f"{num_env_groups} is not between staleness_controller.min_env_groups {min_groups} and max_env_groups "
             f"{max_groups}: start within its bounds",
         )
-    if control.min_staleness < control.max_staleness:
-        return
-    if min_groups == max_groups:
-        yield ConfigIssue(
-            "staleness_controller",
-            f"has no effect, because its bounds leave one value each, {control.max_staleness:g} versions and {max_groups} "
-            "groups: leave it out, or widen them",
-        )
-    elif control.staleness_step != type(control).model_fields["staleness_step"].default:
-        yield ConfigIssue(
-            "staleness_controller.staleness_step",
-            f"has no effect with min_staleness and max_staleness of {control.max_staleness:g}: leave it out, or widen them",
-        )
 
 
 def _check_replay(config: LearnerConfig) -> Iterator[ConfigIssue]:

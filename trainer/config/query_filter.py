@@ -26,9 +26,4 @@ class QueryFilter(Config):
         for name in idle:
             if getattr(self.filter_args, name) != QueryFilterArgs.model_fields[name].default:
                 raise ValueError(f"filter_args.{name} has no effect with type {self.type}: leave it out")
-        low, high = self.filter_args.threshold_down, self.filter_args.threshold_up
-        if self.type == "mean_filter" and low >= high:
-            raise ValueError(
-                f"filter_args.threshold_down {low:g} is not below threshold_up {high:g}, so that no group is trained"
-            )
         return self

@@ -1,11 +1,16 @@
-"""Checks for keys of evaluation, rollouts, transport and rewards that another key leaves without effect."""
+"""Checks for keys that another key leaves without effect.
+
+Invariant: their values are valid, so a run that was started with them can be read and resumed.
+"""
 
 from collections.abc import Iterator
 
 from pydantic import BaseModel
 
 from offbeat.deploy.config.run import RunConfig
+from offbeat.services.reward.kinds.model_config import LlmJudgeConfig
 from offbeat.services.rollout.config import EnvManagerConfig
+from offbeat.trainer.checks.effects import check_controller_effect, check_effects
 from offbeat.trainer.config.issue import ConfigIssue
 
 SERVED_ONLY = ("queue_timeout_s", "cpus_per_replica")
@@ -14,10 +19,16 @@ CALLS = ("max_generation_retry_s", "coalesce_s", "max_turns_per_call")
 """Of `rollout`, used only by calls of engines."""
 TASKS = ("tags", "num_groups_partition", "task_sampler")
 """Of `train_env_manager`, used only by tasks of envs."""
+VERDICTS = {"max_score": ("score", "rubric"), "rubric_key": ("rubric",), "compared_key": ("pairwise",)}
+"""Keys of a judge -> verdicts that use them."""
 LEAVE_OUT = "leave it out"
 
 
 def check_unused(config: RunConfig) -> Iterator[ConfigIssue]:
+    yield from check_effects(config, group_size=config.train_env_manager.group_size)
+    yield from check_controller_effect(
+        config, groups_per_step=config.groups_per_step, num_env_groups=config.train_env_manager.num_env_groups
+    )
     yield from _check_evaluation(config)
     yield from _check_tags(config)
     yield from _check_lengths(config)
@@ -147,6 +158,22 @@ def _check_rewards(config: RunConfig) -> Iterator[ConfigIssue]:
             if getattr(reward, key) != fields[key].default:
                 remedy = "leave it out, or take num_replicas above 0"
                 yield _unused(f"rewards.{index}.{key}", "in env workers (num_replicas=0)", remedy)
+        if reward.threshold is not None and reward.weight != fields["weight"].default:
+            reason = "with a threshold, which makes the reward a condition"
+            yield _unused(f"rewards.{index}.weight", reason, "leave one of them out")
+        if isinstance(reward, LlmJudgeConfig):
+            yield from _check_judge(f"rewards.{index}", reward)
+
+
+def _check_judge(path: str, judge: LlmJudgeConfig) -> Iterator[ConfigIssue]:
+    for key, verdicts in VERDICTS.items():
+        if getattr(judge, key) == type(judge).model_fields[key].default:
+            continue
+        if judge.verdict not in verdicts:
+            remedy = f"leave it out, or take {' or '.join(verdicts)}"
+            yield _unused(f"{path}.{key}", f"with verdict: {judge.verdict}", remedy)
+        elif key == "rubric_key" and judge.criteria:
+            yield _unused(f"{path}.{key}", "with criteria", "leave one of them out")
 
 
 def _check_mesh(config: RunConfig) -> Iterator[ConfigIssue]:

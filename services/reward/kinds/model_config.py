@@ -12,8 +12,6 @@ from offbeat.services.reward.kinds.config import RewardConfig
 
 _ENGINE_KEYS = ("model_args", "strategy_args", "device", "device_mapping", "kv_cache_gib")
 _API_KEYS = ("model", "api_key_env", "extra_body", "sees_images")
-_VERDICT_KEYS = {"max_score": ("score", "rubric"), "rubric_key": ("rubric",), "compared_key": ("pairwise",)}
-"""Keys -> verdicts that use them."""
 
 
 class ModelRewardConfig(RewardConfig):
@@ -159,13 +157,6 @@ class LlmJudgeConfig(ModelRewardConfig):
             raise ValueError(f"template has no {{{missing[0]}}}: the judge would not see the response")
         if self.criteria and self.verdict != "rubric":
             raise ValueError("criteria need verdict: rubric")
-        for key, verdicts in _VERDICT_KEYS.items():
-            if self.verdict not in verdicts and getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(
-                    f"{key} has no effect with verdict: {self.verdict}: leave it out, or take {' or '.join(verdicts)}"
-                )
-        if self.criteria and self.rubric_key != type(self).model_fields["rubric_key"].default:
-            raise ValueError("rubric_key has no effect with criteria: leave one of them out")
         if any(weight <= 0 for weight in self.criteria.values()):
             raise ValueError("criteria need weights above 0")
         return self

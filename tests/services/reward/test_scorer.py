@@ -69,7 +69,6 @@ async def test_a_failed_reward_fails_the_sample():
         ([HAS_A], {"combine": "gate"}, "needs a reward with a threshold"),
         ([{**HAS_A, "threshold": 0.5}], {}, "needs combine: gate"),
         ([{**HAS_A, "weight": 2.0}], {"combine": "product"}, "has no effect with combine: product"),
-        ([{**HAS_A, "threshold": 0.5, "weight": 2.0}], {"combine": "gate"}, "its threshold makes it a condition"),
         ([], {}, "name at least one"),
         ([{"name": "a", "kind": "maths"}], {}, "expected tags"),
         ([{"name": "a b", "kind": "ifeval"}], {}, "match pattern"),

@@ -60,6 +60,10 @@ def test_clips_need_more_than_one_optimizer_step(settings: dict[str, Any], path:
         ({"pipeline": "dpo", "dpo": {"loss_type": "robust"}}, "dpo.loss_type"),
         ({"replay": {"samples_per_insert": 2.0, "sampler": "prioritized", "priority_exponent": 0.0}}, "replay.sampler"),
         ({"query_filter_config": {"lake": {"type": "std_filter"}}}, "query_filter_config.lake"),
+        (
+            {"query_filter_config": {"lake": {"type": "mean_filter", "filter_args": {"threshold_down": 1.0}}}},
+            "query_filter_config.lake.filter_args",
+        ),
         (zero(stage3_max_live_parameters=1), f"{ZERO}.stage3_max_live_parameters"),
         (zero(offload_param={"device": "cpu"}), f"{ZERO}.offload_param"),
         (zero(stage=2), f"{ZERO}.stage"),

@@ -257,16 +257,6 @@ def test_a_tags_filter_compares_mean_or_deviation_strictly():
         assert [each.number for each in groups if carries_signal(each, config)] == kept
         other = AlgorithmConfig.model_validate({"query_filter_config": {"code": query_filter}})
         assert [each.number for each in groups if carries_signal(each, other)] == [0, 2, 3]
-    with pytest.raises(
-        ValueError, match=r"threshold_down 0\.5 is not below threshold_up 0\.5, so that no group is trained"
-    ):
-        AlgorithmConfig.model_validate(
-            {
-                "query_filter_config": {
-                    "lake": {"type": "mean_filter", "filter_args": {"threshold_down": 0.5, "threshold_up": 0.5}}
-                }
-            }
-        )
     with pytest.raises(ValueError, match=r"filter_args\.threshold_up has no effect with type std_filter"):
         AlgorithmConfig.model_validate(
             {"query_filter_config": {"lake": {"type": "std_filter", "filter_args": {"threshold_up": 0.5}}}}

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from offbeat.services.live_settings import Change, Settings
 from offbeat.services.telemetry import Partial
+from offbeat.trainer.checks.effects import check_controller_effect
 from offbeat.trainer.checks.learner import check_staleness_controller
 from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.trainer.config.staleness import StalenessControllerConfig
@@ -241,7 +242,8 @@ def test_limits_that_leave_nothing_to_change_are_refused(told: dict[str, Any], p
 
     def issues(table: dict[str, Any]) -> list[ConfigIssue]:
         config = learner_config(max_staleness=1.0, staleness_controller=table)
-        return [*check_staleness_controller(config, groups_per_step=8, num_env_groups=groups)]
+        assert not list(check_staleness_controller(config, groups_per_step=8, num_env_groups=groups))
+        return [*check_controller_effect(config, groups_per_step=8, num_env_groups=groups)]
 
     (issue,) = issues(fixed | told)
     assert issue.path == path

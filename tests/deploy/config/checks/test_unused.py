@@ -31,6 +31,15 @@ def answer(**settings: Any) -> Settings:
     return VALIDATED_RLVR | {"rewards": [{"name": "answer", "kind": "math_rule", **settings}]}
 
 
+def gate(**settings: Any) -> Settings:
+    return answer(**settings, threshold=0.5) | {"combine": "gate"}
+
+
+def judge(**settings: Any) -> Settings:
+    table = {"name": "judge", "kind": "llm_judge", "url": "http://127.0.0.1:1/v1", "model": "m", **settings}
+    return VALIDATED_RLVR | {"rewards": [table]}
+
+
 @pytest.mark.parametrize(
     ("settings", "path", "says", "fitting"),
     [
@@ -130,6 +139,31 @@ def answer(**settings: Any) -> Settings:
             "rewards.0.queue_timeout_s",
             "in env workers (num_replicas=0)",
             answer(queue_timeout_s=5.0, num_replicas=1),
+        ),
+        (gate(weight=2.0), "rewards.0.weight", "with a threshold, which makes", gate()),
+        (
+            judge(verdict="yes_no", max_score=5),
+            "rewards.0.max_score",
+            "with verdict: yes_no: leave it out, or take score or rubric",
+            judge(max_score=5),
+        ),
+        (
+            judge(rubric_key="other"),
+            "rewards.0.rubric_key",
+            "with verdict: score: leave it out, or take rubric",
+            judge(rubric_key="other", verdict="rubric"),
+        ),
+        (
+            judge(compared_key="other"),
+            "rewards.0.compared_key",
+            "with verdict: score: leave it out, or take pairwise",
+            judge(compared_key="other", verdict="pairwise"),
+        ),
+        (
+            judge(rubric_key="other", verdict="rubric", criteria={"a": 1.0}),
+            "rewards.0.rubric_key",
+            "with criteria: leave one of them out",
+            judge(verdict="rubric", criteria={"a": 1.0}),
         ),
         (
             LAKE | {"telemetry": {"sample_rate": 0.5}},

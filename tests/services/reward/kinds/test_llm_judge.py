@@ -233,16 +233,6 @@ def test_thoughts_are_not_judged_and_the_request_is_as_configured(service: Servi
         ({"template": "Rate it"}, "no {response}"),
         ({"template": "{response}", "verdict": "pairwise"}, "no {response_a}"),
         ({"criteria": {"a": 1.0}}, "criteria need verdict: rubric"),
-        (
-            {"verdict": "yes_no", "max_score": 5},
-            "max_score has no effect with verdict: yes_no: leave it out, or take score",
-        ),
-        ({"rubric_key": "other"}, "rubric_key has no effect with verdict: score: leave it out, or take rubric"),
-        ({"compared_key": "other"}, "compared_key has no effect with verdict: score: leave it out, or take pairwise"),
-        (
-            {"verdict": "rubric", "criteria": {"a": 1.0}, "rubric_key": "other"},
-            "rubric_key has no effect with criteria: leave one of them out",
-        ),
         ({"criteria": {"a": 0.0}, "verdict": "rubric"}, "weights above 0"),
     ],
 )
