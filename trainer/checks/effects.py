@@ -91,7 +91,7 @@ def _check_unit_ratio(config: LearnerConfig) -> Iterator[ConfigIssue]:
     if config.ratio_type == "sequence-token" or (
         config.ratio_type in ("sequence", "turn") and advantage_is_of_the_episode(config)
     ):
-        equal = f"{config.ratio_type} equals token"
+        equal = f"has no effect: {config.ratio_type} equals token"
         yield ConfigIssue("ratio_type", f"{equal}, because the ratio is 1 with old_logprobs=recompute and {one_step}")
     keys = [
         "pg_clip",
@@ -114,8 +114,8 @@ def _check_selection(config: LearnerConfig, group_size: int) -> Iterator[ConfigI
     if config.zero_variance == "refill" and not config.compares_siblings and not filters:
         yield ConfigIssue(
             "zero_variance",
-            f"refill has no effect: adv_estimator {config.adv_estimator} does not compare the members of a group, so that "
-            "none is without signal. Leave it out, or set difficulty_mask or group_filter_cls",
+            f"has no effect: adv_estimator {config.adv_estimator} does not compare the members of a group, so that none is "
+            "without signal and refill replaces none; leave it out, or set difficulty_mask or group_filter_cls",
         )
     if config.variance_filter_ratio < 1 and group_size < 2:
         yield ConfigIssue(
@@ -140,8 +140,8 @@ def _check_on_policy(config: LearnerConfig) -> Iterator[ConfigIssue]:
     if config.old_logprobs == "loglinear":
         yield ConfigIssue(
             "old_logprobs",
-            "loglinear equals behavior with max_staleness=0, where every token is of the current version: leave it out, or "
-            "raise max_staleness",
+            "has no effect: loglinear equals behavior with max_staleness=0, where every token is of the current version; "
+            "leave it out, or raise max_staleness",
         )
     if config.replay.samples_per_insert is not None and not config.replay.max_staleness:
         yield ConfigIssue(
