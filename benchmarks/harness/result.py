@@ -4,17 +4,31 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, is_dataclass
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+import offbeat
+
 PIPED_WIDTH = 140
+_shown: list["ShownTable"] = []
+"""Of this process, for its JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShownTable:
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +48,33 @@ def write_json(path: Path, bench: str, options: Mapping[str, Any], result: Mappi
     document = {
         "bench": bench,
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "build": build(),
         "machine": machine(),
         "options": dict(options),
+        "tables": _shown,
         **result,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=2, default=_plain) + "\n", encoding="utf-8")
 
 
+@cache
+def build() -> str:
+    """Return the version, and in a checkout the commit, `+` if files differ from it."""
+    folder = str(Path(__file__).parent)
+    try:
+        described = subprocess.run(
+            ["git", "-C", folder, "describe", "--always", "--abbrev=8", "--exclude=*", "--dirty=+"],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return offbeat.__version__
+    return f"{offbeat.__version__} {described.stdout.strip()}"
+
+
 def machine() -> dict[str, Any]:
     return {
+        "cpu": cpu_name(),
         "cpus": len(os.sched_getaffinity(0)),
         "load": [round(value, 2) for value in os.getloadavg()],
         "python": platform.python_version(),
@@ -51,10 +82,21 @@ def machine() -> dict[str, Any]:
     }
 
 
+def cpu_name() -> str:
+    """Return the processor's name; empty where `/proc/cpuinfo` does not have it."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return ""
+
+
 def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     table = Table(*columns, title=title, title_justify="left", header_style="bold")
-    for row in rows:
-        table.add_row(*(cell(value) for value in row))
+    cells = tuple(tuple(cell(value) for value in row) for row in rows)
+    for row in cells:
+        table.add_row(*row)
+    _shown.append(ShownTable(title, tuple(columns), cells))
     console().print(table)
 
 
