@@ -32,6 +32,7 @@ class Config(DocumentedModel):
     """Validated settings; rejects unknown keys and wrong types."""
 
     model_config = ConfigDict(
+        defer_build=True,
         extra="forbid",
         strict=True,
         frozen=True,
