@@ -32,7 +32,6 @@ class Config(DocumentedModel):
     """Validated settings; rejects unknown keys and wrong types."""
 
     model_config = ConfigDict(
-        defer_build=True,
         extra="forbid",
         strict=True,
         frozen=True,
