@@ -8,12 +8,12 @@ import os
 import re
 import sys
 from importlib.metadata import PackageNotFoundError, requires, version
-
-from offbeat.services.startup import make_pythonpath
+from pathlib import Path
 
 EXTENSIONS = ("torchvision", "torchaudio", "torchcodec")
 BUILD = re.compile(r"(cpu|xpu|cu\d+|rocm[\d.]+)?")
 """Local versions of released wheels."""
+STARTUP = str(Path(__file__).with_name("startup"))
 REMEDY = f"pip uninstall {' '.join(EXTENSIONS)}"
 
 
@@ -36,7 +36,8 @@ def hide_mismatched() -> None:
     if mismatched:
         # vLLM inspects models and runs engines in processes that import transformers first
         os.environ["OFFBEAT_HIDDEN_PACKAGES"] = f"{','.join(mismatched)}@{sys.prefix}"
-        os.environ["PYTHONPATH"] = make_pythonpath(os.environ)
+        paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", STARTUP)]
+        os.environ["PYTHONPATH"] = os.pathsep.join((STARTUP, *paths))
 
 
 def _mismatch(name: str, extension: str, torch: str) -> str:

@@ -28,7 +28,6 @@ from offbeat.deploy.local.ray_process import (
 )
 from offbeat.services.errors import MeshError
 from offbeat.services.process import JsonLines
-from offbeat.services.startup import YOUNG_OBJECTS_VARIABLE, make_pythonpath
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +45,7 @@ ENVIRONMENT = {
     "RAY_enable_metrics_collection": "false",
     # Detects a dead HTTP proxy after 4 s instead of half a minute
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1.0",
-    # A collection per 700 allocations is a fifth of the CPU time in which Ray's processes import their libraries
-    YOUNG_OBJECTS_VARIABLE: "20000",
 }
-
-
-def make_environment() -> dict[str, str]:
-    """Return the environment of Ray's processes: this one's, and what they set before their imports."""
-    return {**os.environ, **ENVIRONMENT, "PYTHONPATH": make_pythonpath(os.environ)}
 
 
 class RayDiedError(MeshError):
@@ -87,7 +79,7 @@ class RayHead:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=make_environment(),
+                env={**os.environ, **ENVIRONMENT},
                 start_new_session=True,
             )
         assert self._process.stdin is not None

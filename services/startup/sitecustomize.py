@@ -1,9 +1,8 @@
-"""Hide unusable packages (`services.torch_extensions`), collect garbage less often, and run the shadowed `sitecustomize`.
+"""Hide unusable packages (`services.torch_extensions`), then run the shadowed `sitecustomize`.
 
 Run by Python's `site` before Offbeat can be imported.
 """
 
-import gc
 import os
 import sys
 
@@ -13,9 +12,6 @@ names, _, prefix = os.environ.get("OFFBEAT_HIDDEN_PACKAGES", "").partition("@")
 if prefix == sys.prefix:
     for name in filter(None, names.split(",")):
         sys.modules[name] = None  # type: ignore[assignment]
-
-if young_objects := os.environ.get("OFFBEAT_YOUNG_OBJECTS"):
-    gc.set_threshold(int(young_objects))
 
 sys.path = [path for path in sys.path if os.path.abspath(path or ".") != FOLDER]
 own = sys.modules.pop("sitecustomize", None)
