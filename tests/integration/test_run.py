@@ -235,6 +235,9 @@ def test_a_learner_that_fails_for_good_fails_the_run_in_words(folder: Path, comm
     importers = (folder / "importers.txt").read_text()
     assert "offbeat train own.yaml" in importers
     assert "validation_main" not in importers
+    workers = [path.name for path in (command.run_dir / "logs/ray").glob("worker-*.out")]
+    assert workers
+    assert [name for name in workers if "-ffffffff-" in name] == [], "started for no job"
     assert command.living() == []
 
 
