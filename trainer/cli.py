@@ -48,8 +48,9 @@ def attach(run_id: str, redis_url: str, *, num_processes: int | None = None, res
     num_processes: over all nodes; overrides `actor_train.num_processes`. resume_command: shown after a stop.
     """
     started = time.monotonic()
-    from offbeat.services.weights.locality import check_reach
-    from offbeat.trainer.run import ended_state, read_run
+    with uncollected_imports():
+        from offbeat.services.weights.locality import check_reach
+        from offbeat.trainer.run import ended_state, read_run
 
     redis, problem = _connect(redis_url)
     if redis is None:

@@ -32,6 +32,7 @@ from offbeat.deploy.cli.reward import reward_app
 from offbeat.deploy.cli.runs.app import runs_app
 from offbeat.deploy.cli.tinker import tinker
 from offbeat.deploy.cli.ui import ui
+from offbeat.services.process import uncollected_imports
 
 if TYPE_CHECKING:
     from offbeat.deploy.config.run import RunConfig
@@ -84,7 +85,8 @@ def train(
 
     Ctrl-C stops everything; `resume_from_checkpoint=true` resumes the run.
     """
-    from offbeat.deploy.cli.train import train as run_train
+    with uncollected_imports():
+        from offbeat.deploy.cli.train import train as run_train
 
     path, values = locate(config, overrides, config_path, config_name)
     loaded = load(path, values)

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from offbeat.deploy.config.importing.roll_rules import find_counterpart
 from offbeat.trainer.config.aliases import find_aliases, find_reason
 from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.trainer.config.user_function import FUNCTION_PATTERN
@@ -76,6 +75,8 @@ def _issue(
 
 def _issue_of_roll(path: str, value: object) -> ConfigIssue | None:
     """Return the issue of a key that ROLL has, as the importer would report it."""
+    from offbeat.deploy.config.importing.roll_rules import find_counterpart
+
     outcome = find_counterpart(tuple(path.split(".")), value)
     if outcome is None:
         return None

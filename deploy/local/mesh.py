@@ -68,7 +68,7 @@ RAY_LOG = "ray_head.out"
 LEARNER_GRACE_S = 4.0
 """Exit time beyond twice the last step's."""
 EXIT_GRACE_S = 1.0
-SUBMIT_TIMEOUT_S = 120.0
+ANSWER_TIMEOUT_S = 120.0
 SHARED_MEMORY_SCAN_INTERVAL_S = 1.0
 
 
@@ -105,7 +105,7 @@ class LocalMesh:
         return redact(self._redis_url)
 
     async def start(self) -> ControlClient:
-        """Start everything and submit the run; `supervise` has to run concurrently.
+        """Start everything and record the run; `supervise` has to run concurrently.
 
         Raises:
             MeshError: a part can't be started.
@@ -133,7 +133,8 @@ class LocalMesh:
         self._record_timing("control")
         url = f"http://{_client_host(control.host)}:{port}"
         client = ControlClient(url, token=control.token)
-        await retry_until_answered(lambda: client.create(self._config.model_dump_json()), SUBMIT_TIMEOUT_S)
+        # The run is recorded, and this command has checked it: sent by REST, it would be checked in another process
+        await retry_until_answered(lambda: client.show(self._config.exp_name), ANSWER_TIMEOUT_S)
         write_endpoints(self._folder, Endpoints(os.getpid(), self._redis_url, url))
         return client
 

@@ -45,6 +45,8 @@ ENVIRONMENT = {
     "RAY_enable_metrics_collection": "false",
     # Detects a dead HTTP proxy after 4 s instead of half a minute
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1.0",
+    # Otherwise Ray starts a worker for each core, a CPU second each, of which a mesh uses a few
+    "RAY_prestart_worker_first_driver": "0",
 }
 
 

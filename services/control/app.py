@@ -22,7 +22,7 @@ from offbeat.services.control.rights import NO_TOKENS, Tokens
 from offbeat.services.control.service import ControlService
 from offbeat.services.control.store import RunStore
 from offbeat.services.errors import ControlError
-from offbeat.services.process import freeze_started
+from offbeat.services.process import freeze_started, uncollected_imports
 from offbeat.services.redis.connection import connect_async
 from offbeat.services.serve_proxy import refuse_other_hosts
 from offbeat.services.telemetry import configure_logging
@@ -64,7 +64,8 @@ class ControlDeployment:
     def __serve_build_asgi_app__(self) -> FastAPI:
         settings = self._settings
         redis = connect_async(settings.redis_url)
-        make = pkgutil.resolve_name(settings.factory)
+        with uncollected_imports():
+            make = pkgutil.resolve_name(settings.factory)
         factory = make(redis, settings.redis_url, settings.working_dir, settings.max_cpus)
         store = RunStore(redis, orphaned_after_s=math.inf)
         logs = str(settings.log_dir / f"{DEPLOYMENT}.log") if settings.log_dir else ""

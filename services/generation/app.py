@@ -32,7 +32,7 @@ from offbeat.services.generation.tenancy import (
 from offbeat.services.log_format import set_process_log_fields
 from offbeat.services.messages.codec import decode_requests, encode_completions
 from offbeat.services.placement import claim_devices, deployment_options
-from offbeat.services.process import freeze_started
+from offbeat.services.process import freeze_started, uncollected_imports
 from offbeat.services.redis.connection import connect, connect_async
 from offbeat.services.redis.errors import complaint
 from offbeat.services.telemetry import configure_logging
@@ -181,7 +181,8 @@ async def _start_engine(settings: ReplicaSettings, seed: int) -> TenantEngine:
     s = settings
     # each imports libraries that take seconds, and that the others do not need
     if s.config.strategy_args.strategy_name == "hf_infer":
-        from offbeat.services.generation.hf.engine import HfEngine  # noqa: PLC0415
+        with uncollected_imports():
+            from offbeat.services.generation.hf.engine import HfEngine  # noqa: PLC0415
 
         return await HfEngine.start(s.config, s.model, sequence_length=s.sequence_length, seed=seed)
     if s.config.strategy_args.strategy_name == "sglang":

@@ -23,11 +23,10 @@ from offbeat.services.errors import ForeignRunError
 from offbeat.services.generation.client import GenerationClient, NoGeneration, ServeGenerationClient
 from offbeat.services.keys import RunKeys
 from offbeat.services.log_format import set_process_log_fields
-from offbeat.services.process import freeze_started
+from offbeat.services.process import freeze_started, uncollected_imports
 from offbeat.services.redis.connection import connect_async
 from offbeat.services.redis.errors import retryable
 from offbeat.services.redis.run_writes import AsyncRunWrites
-from offbeat.services.reward.factory import make_scorer
 from offbeat.services.rollout.config import WorkerSettings
 from offbeat.services.rollout.data.prompts import PromptSource, open_prompts
 from offbeat.services.rollout.data.source import open_data
@@ -63,6 +62,9 @@ def build_rewards(settings: WorkerSettings, prompts: PromptSource | None, chat: 
     """Build a worker's rewards, on its event loop; raises ValueError."""
     if settings.rewards is None or settings.data is None or prompts is None:
         return None
+    # HTTP clients and all kinds of rewards, which a run without rewards does not need
+    from offbeat.services.reward.factory import make_scorer  # noqa: PLC0415
+
     scorer = make_scorer(settings.rewards, run_id=settings.run_id)
     return EpisodeRewards(settings.rewards, settings.data, prompts, scorer, chat)
 
@@ -74,7 +76,8 @@ class EnvWorkerActor:
         os.environ.update(self._settings.environment)
         configure_logging(self._name, self._settings.output_dir / "logs")
         set_process_log_fields(run=self._settings.run_id)
-        self._chat = load_playing_format(self._settings.model_folder)
+        with uncollected_imports():  # of transformers
+            self._chat = load_playing_format(self._settings.model_folder)
         if self._chat.rewrites:
             logger.info("turns whose history is rewritten become segments of their own: %s", self._chat.rewrites)
         self._worker: EnvWorker | None = None

@@ -32,8 +32,13 @@ STOPPED, FAILED = 130, 1
 RUN_ID = "own"
 GROUPS_PER_STEP, MAX_STALENESS = 4, 1
 MY_ENVS = '''
+import pathlib
+import sys
 import time
 import gymnasium
+
+with pathlib.Path(__file__).with_name("importers.txt").open("a") as importers:
+    print(*sys.orig_argv, file=importers)
 
 COLORS = ("red", "green", "blue")
 
@@ -216,6 +221,7 @@ def test_a_rest_run_survives_kills_of_redis_and_control_service(folder: Path, co
 
 
 def test_a_learner_that_fails_for_good_fails_the_run_in_words(folder: Path, commands: list[Command]):
+    """Its env was checked by the command, and by no process of the control service."""
     command = Command(folder, "++warm_start={demos: 'my_envs:no_demos', tag: Echo}")
     commands.append(command)
     assert command.process.wait(240) == FAILED
@@ -226,6 +232,12 @@ def test_a_learner_that_fails_for_good_fails_the_run_in_words(folder: Path, comm
     assert "runs/own/logs/learner.out" in said
     assert "these demonstrations are missing" in (command.run_dir / "logs/learner.out").read_text()
     assert json.loads((command.run_dir / "report.json").read_text())["steps"] == 0
+    importers = (folder / "importers.txt").read_text()
+    assert "offbeat train own.yaml" in importers
+    assert "validation_main" not in importers
+    workers = [path.name for path in (command.run_dir / "logs/ray").glob("worker-*.out")]
+    assert workers
+    assert [name for name in workers if "-ffffffff-" in name] == [], "started for no job"
     assert command.living() == []
 
 

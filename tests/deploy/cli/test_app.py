@@ -54,6 +54,22 @@ def test_the_training_command_starts_without_ray():
     assert done.stdout.strip() == "set()"
 
 
+def test_a_worker_without_rewards_starts_without_their_clients():
+    names = {"httpx", "offbeat.services.reward.factory"}
+    code = f"import sys, offbeat.services.rollout.actor; print({names} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_the_rules_of_the_importer_are_read_for_unknown_keys_alone():
+    code = (
+        "import sys; from pathlib import Path; from offbeat.deploy.config.loader import load_run; "
+        f"load_run(Path({QUICKSTART!r})); print([name for name in sys.modules if 'config.importing' in name])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 def test_a_configuration_without_agents_is_read_without_the_gateway():
     code = (
         "import sys; from pathlib import Path; from offbeat.deploy.config.loader import load_run; "

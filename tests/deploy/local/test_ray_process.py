@@ -44,6 +44,19 @@ def test_a_start_that_timed_out_is_cleaned_up_and_retried():
     assert done.stderr.count(TIMEOUT_MESSAGE) == 2
 
 
+def test_serve_and_the_control_service_are_imported_without_pandas():
+    code = """
+import sys
+from offbeat.deploy.local.ray_process import main
+main()
+from ray import serve
+import offbeat.services.control.app
+assert sys.modules["pandas"] is None
+assert "pyarrow" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], stdin=subprocess.DEVNULL, check=True, timeout=120)
+
+
 def test_the_number_of_starts_is_bounded():
     retries: list[int] = []
 
