@@ -22,6 +22,8 @@ class ClusterNode(NamedTuple):
     gpus: int
     memory_gib: float | None = None
     """Of its smallest GPU, if known."""
+    shares_memory: bool = True
+    """Whether CUDA IPC works on it."""
 
 
 class LearnerNode(NamedTuple):
