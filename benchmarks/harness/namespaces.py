@@ -31,7 +31,15 @@ class Namespaces:
         Raises:
             OSError: with the reason.
         """
-        command = ["unshare", *options, "sh", "-c", f"set -e\n{script}\n{HOLD}", "sh", *map(str, arguments)]
+        command = [
+            which("unshare") or "",
+            *options,
+            "sh",
+            "-c",
+            f"set -e\n{script}\n{HOLD}",
+            "sh",
+            *map(str, arguments),
+        ]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(bind_to_thread(command), stdin=pipe, stdout=pipe, stderr=pipe)
         assert self._process.stdout is not None

@@ -49,10 +49,7 @@ def choose_devices(config: RunConfig, gpus: float) -> RunConfig:
 def _without_utilization(infer: GenerationConfig) -> GenerationConfig:
     if infer.device == "cuda" or "device" in infer.model_fields_set:
         return infer
-    engine = infer.engine.model_copy(update={"gpu_memory_utilization": None})
-    return infer.model_copy(
-        update={"strategy_args": infer.strategy_args.model_copy(update={"strategy_config": engine})}
-    )
+    return infer.with_engine(gpu_memory_utilization=None)
 
 
 def _without_flash(config: RunConfig) -> RunConfig:

@@ -9,13 +9,8 @@ from threading import Event
 import pytest
 
 from offbeat.services.durable_files import sync_tree
-from offbeat.trainer.training.checkpoint import (
-    CheckpointError,
-    CheckpointStore,
-    LearnerState,
-    UnsavedError,
-    read_checkpoint,
-)
+from offbeat.trainer.training.checkpoint import CheckpointError, LearnerState, read_checkpoint
+from offbeat.trainer.training.checkpoint_store import CheckpointStore, UnsavedError
 
 
 def write(folder: Path) -> None:
