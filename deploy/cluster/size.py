@@ -16,6 +16,8 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.services.gpu_memory import read_memory_gib, shares_memory
 from offbeat.trainer.config.issue import ConfigIssue
 
+logger = logging.getLogger(__name__)
+
 KNOCK_TIMEOUT_S = 10.0
 MEMORY_TIMEOUT_S = 10.0
 
@@ -52,6 +54,10 @@ class Cluster:
             ray.cancel(task, force=True)
         answers = {where[task]: answer for task in done if (answer := _result_of(task)) is not None}
         nodes = tuple(node._replace(**answers.get(node.node_id, {})) for node in self.nodes)
+        if unknown := [node.address for node in nodes if node.gpus and node.memory_gib is None]:
+            logger.warning(
+                "memory of the GPUs of %s unknown, and not checked: no nvidia-smi answered", ", ".join(unknown)
+            )
         return replace(self, nodes=nodes)
 
     @classmethod

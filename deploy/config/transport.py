@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from offbeat.deploy.config.checks.memory import check_memory
-from offbeat.deploy.config.device_plan import ClusterNode, plan_devices
+from offbeat.deploy.config.checks.transport import maps_weights
+from offbeat.deploy.config.device_plan import ClusterNode, DevicePlan, plan_devices
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.generation.config import app_name
 
@@ -21,8 +22,7 @@ def choose_transport(config: RunConfig, nodes: Sequence[ClusterNode]) -> RunConf
     if "transport" in weights.model_fields_set or FILE_KEYS & weights.model_fields_set or not _is_mappable(config):
         return config
     plan = plan_devices(config, nodes)
-    shared = [slot.node_id for slot in plan.engines if slot.is_shared]
-    if len(shared) != 1 or len(plan.engines) != 1 or not all(n.shares_memory for n in nodes if n.node_id in shared):
+    if not maps_weights(config, plan) or not _node_of(plan, nodes).shares_memory:
         return config
     chosen = config.model_copy(update={"weights": weights.model_copy(update={"transport": "ipc"})})
     issues = (set(check_memory(each, plan, nodes, owns_engines=True)) for each in (config, chosen))
@@ -31,16 +31,17 @@ def choose_transport(config: RunConfig, nodes: Sequence[ClusterNode]) -> RunConf
 
 
 def _is_mappable(config: RunConfig) -> bool:
-    """Return whether vLLM in one process could map whole weights of a learner of one process."""
-    infer, train = config.actor_infer, config.actor_train
-    zero = train.strategy_args.strategy_config.get("zero_optimization")
+    """Return whether the run's own engine is vLLM with whole weights, and the learner has them on its device."""
+    infer = config.actor_infer
+    zero = config.actor_train.strategy_args.strategy_config.get("zero_optimization")
     return (
         config.uses_engine
         and infer.app in (None, app_name(config.exp_name))
         and infer.strategy_args.strategy_name == "vllm"
         and infer.engine.max_lora_rank is None
-        and infer.engine.world_size == 1
-        and train.num_processes == 1
-        and not config.num_critic_processes
         and not (isinstance(zero, dict) and "offload_param" in zero)
     )
+
+
+def _node_of(plan: DevicePlan, nodes: Sequence[ClusterNode]) -> ClusterNode:
+    return next(node for node in nodes if node.node_id == plan.engines[0].node_id)

@@ -53,7 +53,7 @@ def chosen_transports(cluster: Cluster, folder: Path) -> dict[float | None, str]
 
 
 def test_the_memory_of_other_nodes_is_read_on_them(
-    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two nodes answer, the smallest GPU counts; one has a broken driver; one hangs, and is not waited for."""
     for name, script in (
@@ -69,6 +69,8 @@ def test_the_memory_of_other_nodes_is_read_on_them(
         (0, 0.0), (2, 0.0), (2, 16.0), (2, 80.0)
     ]  # fmt: skip
     assert chosen_transports(measured, tmp_path) == {80.0: "ipc", 16.0: "shm", None: "ipc"}
+    (warned,) = (record.getMessage() for record in caplog.records if record.name == size.__name__)
+    assert warned.startswith("memory of the GPUs of ")
     earlier = {node.node_id for node in measured.nodes}
     join(cluster, tmp_path / "hanging", "sleep 60")
     cluster.wait_for_nodes()

@@ -86,3 +86,24 @@ def test_a_machine_with_one_gpu_is_told_its_transport(
     on_gpu = ("actor_train.device=cuda", "actor_infer.device=cuda", f"output_dir={tmp_path / 'run'}")
     assert load_run(QUICKSTART, on_gpu).weights.transport == ("shm" if is_windows else "ipc")
     assert load_run(QUICKSTART, on_gpu[2:]).weights.transport == "shm"
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "keys", "is_refused"),
+    [
+        ("nccl", ONE_GPU, {}, True),
+        ("nccl", TWO_NODES, {}, False),
+        ("nccl", TWO_NODES, {"train": {"device_mapping": [1]}, "infer": {"device_mapping": [0, 1]}}, True),
+        ("ipc", ONE_GPU, {}, False),
+        ("ipc", TWO_NODES, {}, True),
+        ("ipc", TWO_NODES, {"train": {"device_mapping": [1]}, "infer": {"device_mapping": [0, 1]}}, True),
+        ("ipc", TWO_NODES, {"train": {"device_mapping": [0, 1]}, "infer": {"device_mapping": [0, 1]}}, True),
+        ("ipc", TWO_NODES, {"control": {"learner": "external"}}, False),
+        ("ipc", TWO_NODES, {"infer": {"app": "generation-shared"}}, False),
+    ],
+)
+def test_a_transport_that_the_devices_do_not_allow_is_refused(
+    name: str, nodes: list[ClusterNode], keys: dict[str, Any], *, is_refused: bool
+) -> None:
+    issues = list(check_devices(config(weights={"transport": name}, **keys), nodes))
+    assert [issue.path for issue in issues] == ["weights.transport"] * is_refused

@@ -61,11 +61,12 @@ def test_a_model_too_large_for_engine_and_learner_is_refused(tmp_path: Path) -> 
 
 def test_published_versions_in_the_learners_gpu_are_counted(tmp_path: Path) -> None:
     """Of 2 GiB each: two that are kept, and one on its way; beside an engine and alone."""
-    pretrain, sent = write_model(tmp_path, 2**30), {"transport": "nccl", "dtype": "bfloat16"}
-    for nodes, least_gib, key in (
-        (ONE_GPU, 16.0 / 0.55, KEY),
-        (TWO_NODES, 16.0, "actor_train.strategy_args.zero_stage"),
+    pretrain = write_model(tmp_path, 2**30)
+    for nodes, least_gib, key, transport in (
+        (ONE_GPU, 16.0 / 0.55, KEY, "ipc"),
+        (TWO_NODES, 16.0, "actor_train.strategy_args.zero_stage", "nccl"),
     ):
+        sent = {"transport": transport, "dtype": "bfloat16"}
         run = config(pretrain=pretrain), config(pretrain=pretrain, weights=sent)
         assert [list(issues(each, with_memory(nodes, least_gib + 1))) for each in run] == [[], [key]]
         assert issues(run[1], with_memory(nodes, least_gib + 6 / 0.55)) == {}
