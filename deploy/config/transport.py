@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from offbeat.deploy.config.checks.memory import check_memory
 from offbeat.deploy.config.checks.transport import maps_weights
-from offbeat.deploy.config.device_plan import ClusterNode, DevicePlan, plan_devices
+from offbeat.deploy.config.device_plan import ClusterNode, DevicePlan, device_numbers, plan_devices
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.generation.config import app_name
 
@@ -14,7 +14,8 @@ FILE_KEYS = frozenset({"url", "anchor_every"})
 
 def choose_transport(config: RunConfig, nodes: Sequence[ClusterNode]) -> RunConfig:
     """Return the run with `weights.transport: ipc` where it is left out: if its one engine is on the learner's one GPU,
-    whose memory holds the published versions, too, as far as it is known.
+    whose memory holds the published versions, too, as far as it is known. A `device_mapping` of both keeps them there,
+    whatever GPUs are added before a restart.
 
     nodes: as of `plan_devices`.
     """
@@ -24,7 +25,9 @@ def choose_transport(config: RunConfig, nodes: Sequence[ClusterNode]) -> RunConf
     plan = plan_devices(config, nodes)
     if not maps_weights(config, plan) or not _node_of(plan, nodes).shares_memory:
         return config
-    chosen = config.model_copy(update={"weights": weights.model_copy(update={"transport": "ipc"})})
+    mapping = {"device_mapping": device_numbers(config, nodes, plan.engines[0])}
+    roles = {name: getattr(config, name).model_copy(update=mapping) for name in ("actor_infer", "actor_train")}
+    chosen = config.model_copy(update={"weights": weights.model_copy(update={"transport": "ipc"}), **roles})
     issues = (set(check_memory(each, plan, nodes, owns_engines=True)) for each in (config, chosen))
     without, with_versions = issues
     return config if with_versions - without else chosen

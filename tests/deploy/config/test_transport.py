@@ -7,14 +7,15 @@ import pytest
 
 from offbeat.deploy.config.checks import devices as device_checks
 from offbeat.deploy.config.checks.devices import check_devices
-from offbeat.deploy.config.device_plan import ClusterNode
+from offbeat.deploy.config.device_plan import ClusterNode, plan_devices
 from offbeat.deploy.config.loader import load_run, validate_tree
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.sharing import choose_turns
 from offbeat.deploy.config.transport import choose_transport
 from offbeat.services import gpu_memory
+from offbeat.services.devices import EngineDevices
 from tests.deploy.config.checks.test_devices import write_model
-from tests.deploy.config.test_device_plan import ONE_GPU, TWO_NODES, config, engine
+from tests.deploy.config.test_device_plan import ONE_GPU, TWO_NODES, config, engine, scored
 from tests.paths import QUICKSTART
 
 
@@ -58,11 +59,25 @@ def test_others_keep_files(nodes: list[ClusterNode], keys: dict[str, Any]) -> No
     assert transport(run, nodes) == run.weights.transport != "ipc"
 
 
-def test_the_choice_stays_when_a_run_is_resumed_elsewhere() -> None:
+def test_the_choice_stays_when_gpus_are_added_before_a_restart() -> None:
+    """Engine and learner start at different times, and each plans: both find the one device again."""
     saved = validate_tree(choose_transport(config(), ONE_GPU).model_dump(mode="json"))
+    assert saved.actor_infer.device_mapping == saved.actor_train.device_mapping == (0,)
     assert transport(saved, TWO_NODES) == "ipc"
+    assert plan_devices(saved, TWO_NODES).engines == (EngineDevices("a", (0,), is_shared=True),)
+    assert list(check_devices(saved, TWO_NODES)) == []
     saved = validate_tree(choose_transport(config(), TWO_NODES).model_dump(mode="json"))
     assert transport(saved, ONE_GPU) == "shm"
+
+
+def test_the_mapping_is_that_of_the_plan() -> None:
+    """A reference of its own takes the last GPU."""
+    nodes = [ClusterNode("a", "10.0.0.1", 1), ClusterNode("b", "10.0.0.2", 1)]
+    run = config(None, {"device_mapping": [1]}, num_gpus_per_node=1)
+    assert choose_transport(run, nodes).weights.transport == "shm", "the learner takes the other GPU"
+    first = choose_transport(config(**scored()), nodes)
+    assert (first.actor_infer.device_mapping, first.actor_train.device_mapping) == ((0,), (0,))
+    assert plan_devices(first, nodes) == plan_devices(config(**scored()), nodes)
 
 
 @pytest.mark.parametrize(("gib", "chosen"), [(None, "ipc"), (80.0, "ipc"), (16.0, "shm")])
