@@ -28,9 +28,8 @@ def choose_transport(config: RunConfig, nodes: Sequence[ClusterNode]) -> RunConf
     mapping = {"device_mapping": device_numbers(config, nodes, plan.engines[0])}
     roles = {name: getattr(config, name).model_copy(update=mapping) for name in ("actor_infer", "actor_train")}
     chosen = config.model_copy(update={"weights": weights.model_copy(update={"transport": "ipc"}), **roles})
-    issues = (set(check_memory(each, plan, nodes, owns_engines=True)) for each in (config, chosen))
-    without, with_versions = issues
-    return config if with_versions - without else chosen
+    before, after = (set(check_memory(each, plan, nodes, owns_engines=True)) for each in (config, chosen))
+    return config if after - before else chosen
 
 
 def _is_mappable(config: RunConfig) -> bool:
