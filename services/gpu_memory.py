@@ -2,11 +2,21 @@
 
 import shutil
 import subprocess
+from functools import cache
+from pathlib import Path
 
 QUERY = ("--query-gpu=memory.total", "--format=csv,noheader,nounits")
 QUERY_TIMEOUT_S = 10.0
+WSL_GPU = Path("/dev/dxg")
+"""GPU of Windows in WSL 2."""
 
 
+def shares_memory() -> bool:
+    """Return whether processes on this machine can map each other's GPU memory (CUDA IPC): not in WSL 2."""
+    return not WSL_GPU.exists()
+
+
+@cache
 def read_memory_gib() -> float | None:
     """Return the memory of this machine's smallest GPU, if known."""
     program = shutil.which("nvidia-smi")

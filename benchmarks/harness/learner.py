@@ -25,8 +25,9 @@ from offbeat.trainer.learner.evaluations import RedisEvaluationLog
 from offbeat.trainer.learner.loop import Learner
 from offbeat.trainer.learner.reporter import LearnerReporter
 from offbeat.trainer.run import LearnerRun
-from offbeat.trainer.training.checkpoint import CheckpointStore
-from offbeat.trainer.training.policy_trainer import PolicyTrainer, Trainer
+from offbeat.trainer.training.checkpoint_store import CheckpointStore
+from offbeat.trainer.training.policy_trainer import PolicyTrainer
+from offbeat.trainer.training.trainer import Trainer
 from offbeat.trainer.warm_start.train import Progress
 
 START = "start"

@@ -35,6 +35,7 @@ from offbeat.deploy.config.loader import dump_yaml, read_document
 from offbeat.deploy.config.rights import check_rights
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.sharing import choose_turns
+from offbeat.deploy.config.transport import choose_transport
 from offbeat.deploy.config.validation import check_in_process
 from offbeat.deploy.console.archive import FolderArchive, find_checkpoint
 from offbeat.deploy.play.agent_check import try_agents
@@ -200,6 +201,8 @@ class MeshRunFactory(PackagedRecipes):
             issues = check_settings(config, cores=size.cpus, nodes=size.nodes)
             if issues := [each for each in issues if not any(model in each.message for model in missing)]:
                 raise ConfigError(issues)
+        elif size.nodes is not None:
+            config = choose_transport(config, size.nodes)
         await check_in_process(config, cores=size.cpus, nodes=size.nodes, rights=rights, models=not missing)
         return config
 

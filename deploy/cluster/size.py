@@ -13,8 +13,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from offbeat.deploy.components.placement import list_nodes
 from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.run import RunConfig
-from offbeat.services.gpu_memory import read_memory_gib
+from offbeat.services.gpu_memory import read_memory_gib, shares_memory
 from offbeat.trainer.config.issue import ConfigIssue
+
+logger = logging.getLogger(__name__)
 
 KNOCK_TIMEOUT_S = 10.0
 MEMORY_TIMEOUT_S = 10.0
@@ -37,9 +39,9 @@ class Cluster:
         return cls(resources.get("CPU", 0.0), tuple(list_nodes()), len(hosts))
 
     def with_memory(self) -> "Cluster":
-        """Read the memory of all nodes' GPUs, by a task on each; what gives no answer in time is unknown."""
+        """Ask all nodes with GPUs, by a task on each; what gives no answer in time is unknown."""
         where = {
-            _read_memory.options(
+            _read_node.options(
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False)
             ).remote(): node.node_id
             for node in self.nodes
@@ -50,8 +52,12 @@ class Cluster:
         done, late = ray.wait(list(where), num_returns=len(where), timeout=MEMORY_TIMEOUT_S)
         for task in late:
             ray.cancel(task, force=True)
-        sizes = {where[task]: _result_of(task) for task in done}
-        nodes = tuple(node._replace(memory_gib=sizes.get(node.node_id, node.memory_gib)) for node in self.nodes)
+        answers = {where[task]: answer for task in done if (answer := _result_of(task)) is not None}
+        nodes = tuple(node._replace(**answers.get(node.node_id, {})) for node in self.nodes)
+        if unknown := [node.address for node in nodes if node.gpus and node.memory_gib is None]:
+            logger.warning(
+                "memory of the GPUs of %s unknown, and not checked: no nvidia-smi answered", ", ".join(unknown)
+            )
         return replace(self, nodes=nodes)
 
     @classmethod
@@ -72,11 +78,12 @@ class Cluster:
 
 
 @ray.remote(num_cpus=0, max_retries=0)
-def _read_memory() -> float | None:
-    return read_memory_gib()
+def _read_node() -> dict[str, Any]:
+    """Return fields of `ClusterNode`."""
+    return {"memory_gib": read_memory_gib(), "shares_memory": shares_memory()}
 
 
-def _result_of(task: Any) -> float | None:
+def _result_of(task: Any) -> dict[str, Any] | None:
     try:
         return ray.get(task)
     except RayError:  # a node that died, or has no Offbeat of this build

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from offbeat.trainer.config.algorithm import AGAINST_BEHAVIOR, WITHOUT_RATIO
 from offbeat.trainer.config.aliases import find_keys
+from offbeat.trainer.config.estimators import AGAINST_BEHAVIOR, WITHOUT_RATIO
 
 Tree = dict[str, Any]
 SAMPLING = ("actor_infer.generating_args", "train_env_manager.generating_args")

@@ -22,6 +22,8 @@ class ClusterNode(NamedTuple):
     gpus: int
     memory_gib: float | None = None
     """Of its smallest GPU, if known."""
+    shares_memory: bool = True
+    """Whether CUDA IPC works on it."""
 
 
 class LearnerNode(NamedTuple):
@@ -78,6 +80,9 @@ class _Numbering:
     def place(self, numbers: Sequence[int]) -> EngineDevices:
         """Return devices of one node."""
         return EngineDevices(self.devices[numbers[0]][0], tuple(self.devices[number][1] for number in numbers))
+
+    def numbers_of(self, devices: EngineDevices) -> tuple[int, ...]:
+        return tuple(self.devices.index((devices.node_id, index)) for index in devices.devices)
 
     def split(self, numbers: Sequence[int]) -> dict[str, list[int]]:
         by_node: dict[str, list[int]] = {}
@@ -145,6 +150,11 @@ def plan_devices(config: RunConfig, nodes: Sequence[ClusterNode], *, owns_engine
     else:
         parts = _gpu_nodes(numbering, learner, critic, common)
     return DevicePlan(slots, parts, scoring, bool(common), tuple(issues))
+
+
+def device_numbers(config: RunConfig, nodes: Sequence[ClusterNode], devices: EngineDevices) -> tuple[int, ...]:
+    """Return planned devices as a `device_mapping`."""
+    return _Numbering(nodes, config.num_gpus_per_node).numbers_of(devices)
 
 
 def _split(numbers: Sequence[int], size: int) -> list[Sequence[int]]:

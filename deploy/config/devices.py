@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.gpu_memory import WSL_GPU
 from offbeat.trainer.config.actor_train import ActorTrainConfig
 from offbeat.trainer.config.roles import CriticConfig, ReferenceConfig, TeacherConfig
 from offbeat.trainer.config.scored_roles import scored_roles
@@ -48,10 +49,7 @@ def choose_devices(config: RunConfig, gpus: float) -> RunConfig:
 def _without_utilization(infer: GenerationConfig) -> GenerationConfig:
     if infer.device == "cuda" or "device" in infer.model_fields_set:
         return infer
-    engine = infer.engine.model_copy(update={"gpu_memory_utilization": None})
-    return infer.model_copy(
-        update={"strategy_args": infer.strategy_args.model_copy(update={"strategy_config": engine})}
-    )
+    return infer.with_engine(gpu_memory_utilization=None)
 
 
 def _without_flash(config: RunConfig) -> RunConfig:
@@ -70,7 +68,7 @@ def _with_auto(role: Role) -> Role:
 
 def count_gpus() -> int:
     """Count this machine's usable NVIDIA GPUs."""
-    found = len(list(Path("/dev").glob("nvidia[0-9]*"))) or int(Path("/dev/dxg").exists())
+    found = len(list(Path("/dev").glob("nvidia[0-9]*"))) or int(WSL_GPU.exists())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return found if visible is None else min(found, len([each for each in visible.split(",") if each.strip()]))
 

@@ -25,6 +25,7 @@ from offbeat.deploy.config.hub import MODEL_KEYS, download, find, is_hub_id, res
 from offbeat.deploy.config.rights import check_rights
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.sharing import choose_turns
+from offbeat.deploy.config.transport import choose_transport
 from offbeat.deploy.config.yaml_limits import check_tree_limits, check_yaml_limits, load_yaml
 from offbeat.deploy.run_marker import CONFIG, identify
 from offbeat.services.chat.template_override import is_file
@@ -63,7 +64,8 @@ def load_run(
     """
     gpus = count_gpus() if nodes is None else sum(node.gpus for node in nodes)
     config = choose_devices(_validate_models(_compose_saved(path, overrides), download, str(path)), gpus)
-    config = choose_turns(config, [local_node()] if nodes is None else nodes)
+    known = [local_node()] if nodes is None else nodes
+    config = choose_transport(choose_turns(config, known), known)
     checked = check_run(config, cores=cores, nodes=nodes, started=started)
     if issues := [*check_rights(config, config.control.to_rights(), "control"), *checked]:
         raise ConfigError(issues, str(path))

@@ -15,7 +15,7 @@ def with_utilization(config: RunConfig, plan: DevicePlan) -> GenerationConfig:
     infer = config.actor_infer
     if infer.device == "cpu":
         return infer
-    return with_engine(infer, gpu_memory_utilization=engine_utilization(config, plan))
+    return infer.with_engine(gpu_memory_utilization=engine_utilization(config, plan))
 
 
 def engine_utilization(config: RunConfig, plan: DevicePlan) -> float:
@@ -37,7 +37,7 @@ def choose_turns(config: RunConfig, nodes: Sequence[ClusterNode]) -> RunConfig:
     has_others = any(not slot.is_shared for slot in plan.engines)
     if not plan.is_shared or not (has_others or config.max_staleness == 0):
         return config
-    return config.model_copy(update={"actor_infer": with_engine(infer, enable_sleep_mode=True)})
+    return config.model_copy(update={"actor_infer": infer.with_engine(enable_sleep_mode=True)})
 
 
 def offload_problem(config: RunConfig) -> str:
@@ -58,9 +58,3 @@ def offload_problem(config: RunConfig) -> str:
     if isinstance(zero, dict) and any(name.startswith("offload_") for name in zero):
         return "DeepSpeed moves no states beside zero_optimization.offload_*: leave one of them out"
     return ""
-
-
-def with_engine(infer: GenerationConfig, **values: object) -> GenerationConfig:
-    engine = infer.engine.model_copy(update=values)
-    strategy = infer.strategy_args.model_copy(update={"strategy_config": engine})
-    return infer.model_copy(update={"strategy_args": strategy})

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from offbeat.deploy.config.run import RunConfig
-from offbeat.deploy.config.sharing import SHARED_UTILIZATION, with_engine
+from offbeat.deploy.config.sharing import SHARED_UTILIZATION
 from offbeat.deploy.run_folder import make_private
 from offbeat.deploy.run_setup import model_folder, write_policy
 from offbeat.deploy.tinker.child import SupervisedChild
@@ -68,7 +68,7 @@ class TinkerSetup:
     def service(self, redis_url: str) -> ServiceSettings:
         infer, train = self._config.actor_infer, self._config.actor_train
         if infer.device == train.device == "cuda" and infer.engine.gpu_memory_utilization is None:
-            infer = with_engine(infer, gpu_memory_utilization=SHARED_UTILIZATION)
+            infer = infer.with_engine(gpu_memory_utilization=SHARED_UTILIZATION)
         return ServiceSettings(
             name=self._name,
             redis_url=redis_url,

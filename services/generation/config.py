@@ -152,6 +152,12 @@ class GenerationConfig(Config):
     def engine(self) -> VllmConfig:
         return self.strategy_args.strategy_config
 
+    def with_engine(self, **arguments: JsonValue) -> "GenerationConfig":
+        """Return a copy with other arguments of the engine, those that are passed unchanged included."""
+        engine = self.engine.model_copy(update=arguments)
+        strategy = self.strategy_args.model_copy(update={"strategy_config": engine})
+        return self.model_copy(update={"strategy_args": strategy})
+
     @property
     def can_keep_sessions(self) -> bool:
         """Whether keys and values outlast a turn, and turns end by themselves alone."""

@@ -12,7 +12,7 @@ class WeightsConfig(Config):
 
     transport: Literal["shm", "fs", "ipc", "nccl"] = "shm"
     """`shm`: shared memory, learner and replicas on one host. `fs`: any fsspec URL, any host. `ipc` and `nccl`: vLLM's own
-    engines, GPUs only."""
+    engines, GPUs only. Left out, `ipc` where a run's one engine is on the learner's one GPU."""
     url: str | None = None
     """Location of `fs` versions: a folder, `s3://...`, `gs://...`; None is `weights/` in the run's folder."""
     keep_versions: int = Field(default=2, ge=1)

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.timeout(900),
 ]
 
+TOLERANCE = 5e-3
+"""As in `test_device_weights`."""
 
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -32,11 +35,19 @@ def train(run: Path, visible: str, *settings: str) -> list[int]:
     return sorted(log.count("asleep: the learner has its devices") for log in logs)
 
 
-@pytest.mark.parametrize("transport", ["shm", "ipc"])
+@pytest.mark.parametrize("transport", ["shm", None])
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_engine_and_learner_train_on_one_gpu(transport: str, max_staleness: int, tmp_path: Path) -> None:
-    (sleeps,) = train(tmp_path / "run", "0", f"weights.transport={transport}", f"max_staleness={max_staleness}")
+def test_engine_and_learner_train_on_one_gpu(transport: str | None, max_staleness: int, tmp_path: Path) -> None:
+    """By CUDA IPC, if nothing is said of the transport."""
+    given = () if transport is None else (f"weights.transport={transport}",)
+    (sleeps,) = train(tmp_path / "run", "0", *given, f"max_staleness={max_staleness}")
     assert (sleeps >= 3) == (max_staleness == 0)
+    saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert saved["weights"]["transport"] == (transport or "ipc")
+    steps = [json.loads(line)["values"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    differences = [values["actor/mismatch_abs_max"] for values in steps if "actor/mismatch_abs_max" in values]
+    assert len(differences) >= 3
+    assert max_staleness or max(differences) < TOLERANCE, "the engine samples with the newest weights"
 
 
 @needs_two

@@ -12,6 +12,10 @@ from ray.cluster_utils import Cluster as RayCluster
 
 from offbeat.deploy.cluster import size
 from offbeat.deploy.cluster.size import Cluster
+from offbeat.deploy.config.sharing import choose_turns
+from offbeat.deploy.config.transport import choose_transport
+from tests.deploy.config.checks.test_devices import write_model
+from tests.deploy.config.test_device_plan import config
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -37,8 +41,19 @@ def join(cluster: Any, folder: Path, script: str) -> None:
     cluster.add_node(num_cpus=0, num_gpus=2, object_store_memory=80_000_000, env_vars={"PATH": path})
 
 
+def chosen_transports(cluster: Cluster, folder: Path) -> dict[float | None, str]:
+    """Return the transports of runs on each node's first GPU by its memory: of 1.4 GiB of weights, three versions."""
+    pretrain, found = write_model(folder, 750_000_000), dict[float | None, str]()
+    nodes = [node for node in sorted(cluster.nodes, key=lambda each: each[1::-1]) if node.gpus]
+    for number, node in enumerate(nodes):
+        on_first = {"device_mapping": [2 * number]}
+        run = choose_turns(config(on_first, on_first, pretrain=pretrain, max_staleness=0), cluster.nodes)
+        found[node.memory_gib] = choose_transport(run, cluster.nodes).weights.transport
+    return found
+
+
 def test_the_memory_of_other_nodes_is_read_on_them(
-    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two nodes answer, the smallest GPU counts; one has a broken driver; one hangs, and is not waited for."""
     for name, script in (
@@ -53,6 +68,9 @@ def test_the_memory_of_other_nodes_is_read_on_them(
     assert sorted((node.gpus, node.memory_gib or 0.0) for node in measured.nodes) == [
         (0, 0.0), (2, 0.0), (2, 16.0), (2, 80.0)
     ]  # fmt: skip
+    assert chosen_transports(measured, tmp_path) == {80.0: "ipc", 16.0: "shm", None: "ipc"}
+    (warned,) = (record.getMessage() for record in caplog.records if record.name == size.__name__)
+    assert warned.startswith("memory of the GPUs of ")
     earlier = {node.node_id for node in measured.nodes}
     join(cluster, tmp_path / "hanging", "sleep 60")
     cluster.wait_for_nodes()

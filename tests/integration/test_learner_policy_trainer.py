@@ -17,7 +17,8 @@ from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
 from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.training.batch_log import BatchLog
-from offbeat.trainer.training.checkpoint import CheckpointStore, LearnerState
+from offbeat.trainer.training.checkpoint import LearnerState
+from offbeat.trainer.training.checkpoint_store import CheckpointStore
 from offbeat.trainer.training.policy_trainer import PolicyTrainer
 from offbeat.trainer.training.reproduction import find_plan, reproduce
 from tests.fakes import make_group, train_on

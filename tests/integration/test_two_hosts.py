@@ -7,10 +7,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from offbeat.benchmarks.harness.namespaces import ADDRESSES
 from offbeat.deploy.components.learner_host import HEARTBEAT_TTL_S
 from offbeat.deploy.run_folder import newest_checkpoint
 from offbeat.services.redis.url_file import read_url_file
-from tests.integration.hosts import ADDRESSES, Host, two_hosts
+from tests.integration.hosts import Host, two_hosts
 from tests.paths import ROOT
 from tests.waiting import wait_until_sync
 
@@ -39,7 +40,7 @@ rollout: {num_workers: 1, cpus_per_worker: 1.0}
 weights: {transport: fs, url: s3://weights/far}
 """
 STORE = {
-    "AWS_ENDPOINT_URL": f"http://{ADDRESSES['second']}:5000",  # a name would be taken for a bucket's
+    "AWS_ENDPOINT_URL": f"http://{ADDRESSES[1]}:5000",  # a name would be taken for a bucket's
     "AWS_ACCESS_KEY_ID": "test",
     "AWS_SECRET_ACCESS_KEY": "test",
     "AWS_DEFAULT_REGION": "us-east-1",
@@ -97,11 +98,11 @@ def test_a_mesh_of_two_hosts_trains_and_outlives_a_partition(tmp_path: Path):
         assert ask(second, ASK_REDIS, f"redis://{parts.hostname}:{parts.port}/0") == "AuthenticationError"
         assert ask(second, ASK_REDIS, url) == "True"
 
-        first.unplug()
+        first.cable.unplug()
         began = time.monotonic()
         while time.monotonic() < began + PARTITION_S:
             assert ask(second, ASK_REDIS, url) in ("TimeoutError", "ConnectionError")
-        first.plug()
+        first.cable.plug()
         saved = newest_checkpoint(folder)
         assert saved is not None
         wait_until_sync(lambda: has_saved(saved[0] + 4), timeout_s=120, every_s=0.5)

@@ -23,7 +23,8 @@ from offbeat.services.redis.incarnation import KnownIncarnation
 from offbeat.services.redis.lease import LearnerLease
 from offbeat.services.weights.publisher import PUBLISH
 from offbeat.trainer.learner.step_ledger import StepLedger, newest_epoch
-from offbeat.trainer.training.checkpoint import CheckpointStore, LearnerState, newest_complete
+from offbeat.trainer.training.checkpoint import LearnerState, newest_complete
+from offbeat.trainer.training.checkpoint_store import CheckpointStore
 from tests.copying import replace
 from tests.services.buffer.buffer_play import (
     RUN,

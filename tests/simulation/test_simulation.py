@@ -17,8 +17,8 @@ from offbeat.services.redis.connection import connect
 from offbeat.trainer.learner.checkpointing import Checkpointer
 from offbeat.trainer.learner.loop import Learner
 from offbeat.trainer.learner.step_ledger import StepLedger
-from offbeat.trainer.training import checkpoint
-from offbeat.trainer.training.checkpoint import LearnerState
+from offbeat.trainer.training import checkpoint_store
+from offbeat.trainer.training.checkpoint import LearnerState, ListedCheckpoint
 from offbeat.trainer.training.fenced_folder import FencedFolder
 from tests.copying import replace
 from tests.simulation.machine import Protocol
@@ -113,12 +113,12 @@ def break_folder_fencing(patch: pytest.MonkeyPatch) -> None:
 def break_digests(patch: pytest.MonkeyPatch) -> None:
     """Publish a checkpoint before it is whole."""
 
-    def in_place(self: checkpoint.CheckpointStore, temporary: Path, new: checkpoint.ListedCheckpoint) -> Path:
+    def in_place(self: checkpoint_store.CheckpointStore, temporary: Path, new: ListedCheckpoint) -> Path:
         target = self._folder / new.name
         temporary.rename(target)
         return target
 
-    patch.setattr(checkpoint.CheckpointStore, "_make_durable", in_place)
+    patch.setattr(checkpoint_store.CheckpointStore, "_make_durable", in_place)
 
 
 @pytest.mark.timeout(600)
@@ -185,7 +185,7 @@ def break_acknowledgement(patch: pytest.MonkeyPatch) -> None:
 
 
 def break_synced_checkpoints(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(checkpoint, "sync_tree", lambda _folder: None)
+    patch.setattr(checkpoint_store, "sync_tree", lambda _folder: None)
 
 
 def break_synced_journal(patch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,8 @@ from offbeat.trainer.learner.trajectory_samples import TrajectorySampler
 from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.trackers.base import LoggedSteps
 from offbeat.trainer.training.batch_log import BatchLog
-from offbeat.trainer.training.checkpoint import CheckpointStore, newest_complete, read_epoch
+from offbeat.trainer.training.checkpoint import newest_complete, read_epoch
+from offbeat.trainer.training.checkpoint_store import CheckpointStore
 from tests.fakes import DictBoard, DictLog, FakeTrainer, ListSink
 from tests.services.buffer.buffer_play import RUN, Run, limits, trajectory_for
 from tests.simulation.disk import Disk

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 from offbeat.trainer.checks.overruled import advantage_is_of_the_episode, check_overruled
 from offbeat.trainer.config.actor_train import ActorTrainConfig, StrategyArgs
-from offbeat.trainer.config.algorithm import DECOUPLED, GREEDY_BASELINE, TURN_WISE, AlgorithmConfig
+from offbeat.trainer.config.algorithm import AlgorithmConfig
+from offbeat.trainer.config.estimators import DECOUPLED, GREEDY_BASELINE, TURN_WISE
 from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.trainer.config.learner import LearnerConfig
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from offbeat.trainer.checks.schedule import check_schedule
 from offbeat.trainer.checks.trackers import check_trackers
-from offbeat.trainer.config.algorithm import AGAINST_BEHAVIOR
+from offbeat.trainer.config.estimators import AGAINST_BEHAVIOR
 from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.config.roles import CriticModelType

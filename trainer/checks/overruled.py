@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from offbeat.trainer.config.algorithm import TURN_WISE, AlgorithmConfig
+from offbeat.trainer.config.algorithm import AlgorithmConfig
+from offbeat.trainer.config.estimators import TURN_WISE
 from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.trainer.config.roles import TeacherConfig
 

@@ -12,58 +12,26 @@ from offbeat.trainer.config.conditions import (
     OnlyWith,
 )
 from offbeat.trainer.config.corrections import TrainInferCorrection
+from offbeat.trainer.config.estimators import (
+    AGAINST_BEHAVIOR,
+    BASELINES,
+    DECOUPLED,
+    DISTILLING,
+    GREEDY_BASELINE,
+    GROUP_METHODS,
+    TURN_WISE,
+    WHITENING,
+    WITH_RATIO,
+    Estimator,
+    RewardMethod,
+)
 from offbeat.trainer.config.query_filter import QueryFilter
 from offbeat.trainer.config.rewards import Over, RewardNormalization, RewardShaping
 from offbeat.trainer.config.roles import TeacherConfig
 from offbeat.trainer.config.schedule import Scheduler
-from offbeat.trainer.config.user_function import ANY_FUNCTION, UserFunction
+from offbeat.trainer.config.user_function import UserFunction
 
-Estimator = Literal[
-    "gae",
-    "reinforce",
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "opo",
-    "maxrl",
-    "gdpo",
-    "gigpo",
-    "step_reinforce",
-    "agentic_reinforce",
-    "remax",
-    "opd",
-]
-RewardMethod = Literal["identity", "mean", "mean_std", "std"]
-
-GROUP_METHODS: dict[str, RewardMethod] = {
-    "grpo": "mean_std",
-    "gdpo": "mean_std",
-    "gigpo": "mean_std",
-    "dr_grpo": "mean",
-    "reinforce_plus_plus_baseline": "mean",
-}
-"""Default normalization of estimators that compare a group."""
-BASELINES = ("rloo", "opo", "maxrl", "remax")
-"""Estimators with their own baseline."""
-DECOUPLED = ("gdpo",)
-"""Estimators that compare each reward function's values on their own."""
-GREEDY_BASELINE = ("remax",)
-TURN_WISE = ("gigpo", "step_reinforce")
-"""One advantage per turn."""
-WHITENING = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
-DISTILLING = ("opd",)
-"""Estimators that ignore rewards."""
 NO_REWARD = "opd learns from teachers alone: leave it out, or take another adv_estimator with use_opd=true"
-WITH_RATIO = ("ppo", "tis", "cispo", "topr", "sapo", ANY_FUNCTION)
-"""Losses with `ratio_type`."""
-WITHOUT_RATIO = ("vanilla", "gpg")
-"""Losses that do not read recorded logprobs."""
-AGAINST_BEHAVIOR = ("aipo", "dppo_tv")
-"""Losses with a ratio to the behavior policy."""
-
-
 NO_TOKEN_REWARD = NotWith("take use_kl_loss", adv_estimator=(*TURN_WISE, *DISTILLING))
 DEFAULT_KL_COEF = 0.2
 """ROLL's and TRL's."""

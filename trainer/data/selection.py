@@ -12,7 +12,8 @@ from offbeat.services.messages.types import Group
 from offbeat.trainer.algorithms.aggregation import NO_MASKED, MaskedCounts
 from offbeat.trainer.algorithms.normalization import has_signal
 from offbeat.trainer.checks.algorithm import load_filter
-from offbeat.trainer.config.algorithm import DECOUPLED, AlgorithmConfig
+from offbeat.trainer.config.algorithm import AlgorithmConfig
+from offbeat.trainer.config.estimators import DECOUPLED
 from offbeat.trainer.config.query_filter import QueryFilter
 from offbeat.trainer.data.batch import Batch, pack
 from offbeat.trainer.data.reward_parts import decoupled_rewards, read_reward_parts

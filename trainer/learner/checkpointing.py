@@ -13,12 +13,8 @@ from pathlib import Path
 from offbeat.services.buffer.api import LearnerBuffer
 from offbeat.trainer.learner.reporter import LearnerReporter
 from offbeat.trainer.learner.step_ledger import StepLedger
-from offbeat.trainer.training.checkpoint import (
-    Checkpoint,
-    CheckpointStore,
-    LearnerState,
-    UnsavedError,
-)
+from offbeat.trainer.training.checkpoint import Checkpoint, LearnerState
+from offbeat.trainer.training.checkpoint_store import CheckpointStore, UnsavedError
 
 logger = logging.getLogger(__name__)
 

@@ -28,9 +28,9 @@ from offbeat.trainer.learner.validation import count_prompts, read_validation
 from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.trackers.base import LoggedSteps
 from offbeat.trainer.training.batch_log import BatchLog
-from offbeat.trainer.training.checkpoint import CheckpointStore
-from offbeat.trainer.training.policy_trainer import Trainer
+from offbeat.trainer.training.checkpoint_store import CheckpointStore
 from offbeat.trainer.training.score_keys import score_keys
+from offbeat.trainer.training.trainer import Trainer
 
 EVALUATIONS = "evaluations"
 

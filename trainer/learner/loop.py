@@ -22,13 +22,7 @@ from offbeat.trainer.data.replay_buffer import ReplayBuffer, ReplayedGroups
 from offbeat.trainer.learner.checkpointing import Checkpointer
 from offbeat.trainer.learner.evaluations import Evaluation, Evaluations, When
 from offbeat.trainer.learner.group_intake import GroupIntake
-from offbeat.trainer.learner.reporter import (
-    LearnerReporter,
-    is_overflow,
-    replay_values,
-    step_values,
-    was_skipped,
-)
+from offbeat.trainer.learner.reporter import LearnerReporter, is_overflow, replay_values, step_values, was_skipped
 from offbeat.trainer.learner.shared_devices import SharedDevices, Turns
 from offbeat.trainer.learner.staleness_controller import StalenessController
 from offbeat.trainer.learner.step_groups import StepGroups
@@ -39,8 +33,9 @@ from offbeat.trainer.learner.uploads import FOREGROUND_TIMEOUT_S, STOP_TIMEOUT_S
 from offbeat.trainer.learner.validation import ValidationRows
 from offbeat.trainer.run import FINISHED, LearnerRun
 from offbeat.trainer.training.batch_log import BatchLog
-from offbeat.trainer.training.checkpoint import Checkpoint, CheckpointStore, LearnerState
-from offbeat.trainer.training.policy_trainer import Trainer
+from offbeat.trainer.training.checkpoint import Checkpoint, LearnerState
+from offbeat.trainer.training.checkpoint_store import CheckpointStore
+from offbeat.trainer.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from offbeat.trainer.training.policy_trainer import Trainer
+from offbeat.trainer.training.trainer import Trainer
 
 
 class Turns(Protocol):

@@ -14,7 +14,8 @@ from pathlib import Path
 from offbeat.services.errors import FencedError
 from offbeat.trainer.config.checkpoints import CheckpointConfig
 from offbeat.trainer.learner.reporter import LearnerReporter
-from offbeat.trainer.training.checkpoint import Checkpoint, CheckpointError, CheckpointStore, read_checkpoint
+from offbeat.trainer.training.checkpoint import Checkpoint, CheckpointError, read_checkpoint
+from offbeat.trainer.training.checkpoint_store import CheckpointStore
 from offbeat.trainer.training.remote_checkpoints import RemoteFolder, SourceError, StoreError
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,8 @@ from offbeat.trainer.algorithms.remax import subtract_greedy_reward
 from offbeat.trainer.algorithms.rloo import leave_one_out
 from offbeat.trainer.algorithms.turn_gae import turn_advantages
 from offbeat.trainer.algorithms.vtrace import vtrace
-from offbeat.trainer.config.algorithm import DECOUPLED, TURN_WISE, AlgorithmConfig
+from offbeat.trainer.config.algorithm import AlgorithmConfig
+from offbeat.trainer.config.estimators import DECOUPLED, TURN_WISE
 from offbeat.trainer.config.rewards import Over
 from offbeat.trainer.config.user_function import is_function
 from offbeat.trainer.data.batch import Batch

@@ -17,7 +17,8 @@ from offbeat.trainer.algorithms.kl import KL_PENALTIES
 from offbeat.trainer.algorithms.m2po import second_moment_mask
 from offbeat.trainer.algorithms.normalization import RunningMoments, constant_groups, sum_by_group
 from offbeat.trainer.algorithms.proximal import proximal_share
-from offbeat.trainer.config.algorithm import DECOUPLED, TURN_WISE, AlgorithmConfig
+from offbeat.trainer.config.algorithm import AlgorithmConfig
+from offbeat.trainer.config.estimators import DECOUPLED, TURN_WISE
 from offbeat.trainer.data.batch import Batch
 from offbeat.trainer.data.selection import episode_weights, trained_episodes
 from offbeat.trainer.losses.advantages import (

@@ -50,10 +50,12 @@ from offbeat.trainer.run import LearnerRun, buffer_limits, is_ending, read_run
 from offbeat.trainer.trackers.base import LoggedSteps
 from offbeat.trainer.trackers.metrics_writer import MetricsWriter
 from offbeat.trainer.trackers.supervisor import TrackerProcesses, make_start_messages
-from offbeat.trainer.training.checkpoint import Checkpoint, CheckpointStore, read_epoch
+from offbeat.trainer.training.checkpoint import Checkpoint, read_epoch
+from offbeat.trainer.training.checkpoint_store import CheckpointStore
 from offbeat.trainer.training.critic_trainer import CriticTrainer
-from offbeat.trainer.training.policy_trainer import PolicyTrainer, Trainer
+from offbeat.trainer.training.policy_trainer import PolicyTrainer
 from offbeat.trainer.training.score_keys import start_key
+from offbeat.trainer.training.trainer import Trainer
 from offbeat.trainer.watchdog import Watchdog, kill_if_hung
 
 logger = logging.getLogger(__name__)

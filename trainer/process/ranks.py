@@ -17,8 +17,8 @@ from offbeat.trainer.data.group_codec import pack_group, unpack_group
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.process_group import CONTINUE, STOP, Ranks, broadcast
 from offbeat.trainer.training.optimizer_step import Gauges
-from offbeat.trainer.training.policy_trainer import Trainer
 from offbeat.trainer.training.step_tokens import StepTokens
+from offbeat.trainer.training.trainer import Trainer
 from offbeat.trainer.warm_start.train import Progress
 
 

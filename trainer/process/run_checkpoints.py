@@ -13,13 +13,8 @@ from offbeat.trainer.learner.checkpointing import RETRY_INTERVAL_S
 from offbeat.trainer.learner.reporter import LearnerReporter
 from offbeat.trainer.learner.uploads import CheckpointUploads
 from offbeat.trainer.run import LearnerRun
-from offbeat.trainer.training.checkpoint import (
-    Checkpoint,
-    CheckpointStore,
-    RemoteCheckpoint,
-    read_checkpoint,
-    read_uploaded,
-)
+from offbeat.trainer.training.checkpoint import Checkpoint, RemoteCheckpoint, read_checkpoint, read_uploaded
+from offbeat.trainer.training.checkpoint_store import CheckpointStore
 from offbeat.trainer.training.remote_checkpoints import RemoteFolder, StoreError, fetch_by_url
 
 logger = logging.getLogger(__name__)

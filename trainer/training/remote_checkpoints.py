@@ -29,13 +29,13 @@ from offbeat.trainer.training.checkpoint import (
     MANIFEST,
     PREFIX,
     READ_SIZE,
-    SCHEMA,
     Checkpoint,
     CheckpointError,
     RemoteCheckpoint,
     fingerprint,
     read_checkpoint,
 )
+from offbeat.trainer.training.checkpoint_store import SCHEMA
 from offbeat.trainer.training.fenced_folder import EPOCH, delete
 
 LISTS = re.compile(r"manifest-(\d{6})-(\d{6})\.json")

@@ -95,6 +95,7 @@ def _check_shared(config: RunConfig, plan: DevicePlan, nodes: _Nodes) -> Iterato
     memory = nodes.memory(slot.node_id for slot in plan.engines if slot.is_shared)
     if memory is None or needed_gib is None:
         return
+    needed_gib += held_gib(config)
     if config.takes_turns:
         yield from _check_turns(config, share, memory)
     elif share * memory.gib + needed_gib > memory.gib:
@@ -102,20 +103,19 @@ def _check_shared(config: RunConfig, plan: DevicePlan, nodes: _Nodes) -> Iterato
         advice = f"take at most {room:.2f}, or" if room > 0.05 else "take"
         yield ConfigIssue(
             UTILIZATION_KEY,
-            f"the engine's {share * memory.gib:.1f} GiB ({share:g}) and {_say_learner(needed_gib)} exceed the GPU's "
-            f"{memory}: {advice} more devices, zero_stage or lora_target",
+            f"the engine's {share * memory.gib:.1f} GiB ({share:g}) and {_say_learner(config, needed_gib)} exceed the "
+            f"GPU's {memory}: {advice} more devices, zero_stage or lora_target{_transport_advice(config)}",
         )
 
 
 def _check_turns(config: RunConfig, share: float, memory: _Memory) -> Iterator[ConfigIssue]:
     """Yield a memory that can't hold the learner alone, or the engine with the versions that GPU transports keep."""
     yield from _check_learner(config, memory, "also while the engine sleeps")
-    weights = config.weights
-    held_gib = weights.keep_versions * weights_gib(config) if weights.transport in ("ipc", "nccl") else 0.0
-    if share * memory.gib + held_gib > memory.gib:
+    held = held_gib(config)
+    if share * memory.gib + held > memory.gib:
         yield ConfigIssue(
             UTILIZATION_KEY,
-            f"the engine's {share * memory.gib:.1f} GiB ({share:g}) and {held_gib:.1f} GiB of {weights.keep_versions} "
+            f"the engine's {share * memory.gib:.1f} GiB ({share:g}) and {held:.1f} GiB of {num_held(config)} "
             f"published version(s) exceed the GPU's {memory}: take less, weights.keep_versions: 1, or "
             "weights.transport: shm",
         )
@@ -123,16 +123,25 @@ def _check_turns(config: RunConfig, share: float, memory: _Memory) -> Iterator[C
 
 def _check_learner(config: RunConfig, memory: _Memory, when: str = "") -> Iterator[ConfigIssue]:
     needed_gib = learner_gib(config)
-    if needed_gib is not None and needed_gib > memory.gib:
+    if needed_gib is None:
+        return
+    needed_gib += held_gib(config)
+    if needed_gib > memory.gib:
         yield ConfigIssue(
             "actor_train.strategy_args.zero_stage",
-            f"{_say_learner(needed_gib)} exceed the GPU's {memory}{', ' if when else ''}{when}: take more "
-            "devices, zero_stage or lora_target",
+            f"{_say_learner(config, needed_gib)} exceed the GPU's {memory}{', ' if when else ''}{when}: take more "
+            f"devices, zero_stage or lora_target{_transport_advice(config)}",
         )
 
 
-def _say_learner(needed_gib: float) -> str:
-    return f"at least {needed_gib:.1f} GiB of the learner's weights, gradients and moments"
+def _say_learner(config: RunConfig, needed_gib: float) -> str:
+    held = num_held(config)
+    parts = f"weights, gradients, moments and {held} published version(s)" if held else "weights, gradients and moments"
+    return f"at least {needed_gib:.1f} GiB of the learner's {parts}"
+
+
+def _transport_advice(config: RunConfig) -> str:
+    return ", or weights.transport shm" if num_held(config) else ""
 
 
 def _check_engine(config: RunConfig, plan: DevicePlan, memory: _Memory) -> Iterator[ConfigIssue]:
@@ -194,6 +203,15 @@ def _check_rewards(config: RunConfig, plan: DevicePlan, nodes: _Nodes) -> Iterat
 
 def _is_smaller(engine: VllmConfig) -> bool:
     return bool(SMALLER_ENGINE.intersection(engine.model_extra or ()))
+
+
+def num_held(config: RunConfig) -> int:
+    """Return the published versions in rank 0's GPU memory: those that are kept, and one on its way."""
+    return config.weights.keep_versions + 1 if config.weights.transport in ("ipc", "nccl") else 0
+
+
+def held_gib(config: RunConfig) -> float:
+    return num_held(config) * weights_gib(config)
 
 
 def weights_gib(config: RunConfig) -> float:

@@ -9,7 +9,7 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.services.reward.checks import find_problems
 from offbeat.services.rollout.data.config import DataConfig
 from offbeat.services.rollout.data.prompts import DomainRows, Interleaving
-from offbeat.trainer.config.algorithm import DECOUPLED
+from offbeat.trainer.config.estimators import DECOUPLED
 from offbeat.trainer.config.issue import ConfigIssue
 
 PROMPT_KEYS = ("ground_truth_key", "prompt_length", "tag_included", "domain_interleave_probs")

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from offbeat.deploy.config.run import RunConfig
-from offbeat.trainer.config.algorithm import WITHOUT_RATIO
 from offbeat.trainer.config.aliases import ENGINE
+from offbeat.trainer.config.estimators import WITHOUT_RATIO
 from offbeat.trainer.config.issue import ConfigIssue
 
 PROCESSORS = ("logits_processors", "logprobs_mode", "generation_config", "override_generation_config")

@@ -70,17 +70,13 @@ class VllmAdapterEngine:
         slots = max_adapters
         if config.device == "cpu":
             slots += 1  # vLLM there takes the last slot for a request without adapter
-        extra = {
-            "max_loras": slots,
-            "max_cpu_loras": slots,
-            "max_logprobs": max_top,
-            "worker_extension_cls": WORKER_EXTENSION,
-        }
-        given = config.engine.model_dump() | extra | {"max_lora_rank": max_lora_rank}
-        arguments = config.strategy_args.model_copy(
-            update={"strategy_config": type(config.engine).model_validate(given)}
-        )
-        config = config.model_copy(update={"strategy_args": arguments, "keep_sessions": False})
+        config = config.with_engine(
+            max_lora_rank=max_lora_rank,
+            max_loras=slots,
+            max_cpu_loras=slots,
+            max_logprobs=max_top,
+            worker_extension_cls=WORKER_EXTENSION,
+        ).model_copy(update={"keep_sessions": False})
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the default on GPUs, which scores prompts by other methods
         engine = await VllmEngine.start(config, model, sequence_length=sequence_length, seed=seed)
         return cls(engine, max_adapters, max_top)

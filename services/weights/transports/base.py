@@ -22,6 +22,7 @@ from offbeat.services.errors import WeightsError
 from offbeat.services.messages.types import BaseVersion, Manifest
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 WHOLE, DIFFERENCE, ADAPTER = ".safetensors", ".difference", ".adapter"
@@ -127,6 +128,13 @@ def open_verified(path: Path, manifest: Manifest) -> Iterator[Path]:
         yield Path(f"/proc/{os.getpid()}/fd/{stream.fileno()}")
 
 
+def published_dtype(tensor: "Tensor", dtype: str) -> "torch.dtype":
+    """Return the type of a published tensor. dtype: `weights.dtype`."""
+    import torch
+
+    return torch.bfloat16 if dtype == "bfloat16" and tensor.is_floating_point() else tensor.dtype
+
+
 class HostCopies:
     """Reused copies in main memory, for one version at a time."""
 
@@ -139,8 +147,7 @@ class HostCopies:
 
         copies: dict[str, Tensor] = {}
         for name, tensor in tensors:
-            rounded = self._dtype == "bfloat16" and tensor.is_floating_point()
-            dtype = torch.bfloat16 if rounded else tensor.dtype
+            dtype = published_dtype(tensor, self._dtype)
             buffer = self._buffers.get(name)
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != dtype:
                 buffer = torch.empty(tensor.shape, dtype=dtype, device="cpu")

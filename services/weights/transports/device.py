@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 
 from offbeat.services.errors import WeightsError
 from offbeat.services.messages.types import Manifest
-from offbeat.services.weights.transports.base import Stored, StoredFile
+from offbeat.services.weights.transports.base import Stored, StoredFile, published_dtype
 from offbeat.services.weights.transports.gpu_pulls import (
     PullServer,
     TensorPull,
@@ -56,12 +56,20 @@ def checksum(tensors: "Iterable[tuple[str, Tensor]]") -> str:
 
 class DeviceTransport:
     def __init__(
-        self, name: Literal["ipc", "nccl"], run_id: str, redis: Redis, *, workers: int = 1, sender: Sender | None = None
+        self,
+        name: Literal["ipc", "nccl"],
+        run_id: str,
+        redis: Redis,
+        *,
+        dtype: str = "as_trained",
+        workers: int = 1,
+        sender: Sender | None = None,
     ) -> None:
         """workers: GPUs of one replica. sender: None uses vLLM's engine."""
         self.name = name
         self._run_id = run_id
         self._redis = redis
+        self._dtype = dtype
         self._workers = workers
         self._sender = sender
         self._token = uuid.uuid4().hex
@@ -71,7 +79,7 @@ class DeviceTransport:
         self._closed = threading.Event()
 
     def copies(self, tensors: "Iterable[tuple[str, Tensor]]") -> HeldTensors:
-        return {name: tensor.detach().clone() for name, tensor in tensors}
+        return {name: tensor.detach().to(published_dtype(tensor, self._dtype), copy=True) for name, tensor in tensors}
 
     def stage(self, version: int, epoch: int, tensors: HeldTensors) -> Stored:
         location = f"{self._token}/v{version}-e{epoch}"

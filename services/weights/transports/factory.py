@@ -46,7 +46,7 @@ def make_transport(
                 raise WeightsError(f"transport `{config.transport}` needs a GPU; use `weights.transport=shm` or `fs`")
             if redis is None:
                 raise WeightsError(f"transport `{config.transport}` needs Redis")
-            return DeviceTransport(config.transport, run_id, redis, workers=workers)
+            return DeviceTransport(config.transport, run_id, redis, dtype=config.dtype, workers=workers)
 
 
 def _wrap_transport(transport: FileTransport, config: WeightsConfig, adapter: AdapterSettings | None) -> Transport:

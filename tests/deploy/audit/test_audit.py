@@ -20,7 +20,8 @@ from offbeat.trainer.learner.step_ledger import (
     StepLine,
     TrainedGroup,
 )
-from offbeat.trainer.training.checkpoint import CheckpointStore, LearnerState
+from offbeat.trainer.training.checkpoint import LearnerState
+from offbeat.trainer.training.checkpoint_store import CheckpointStore
 from tests.copying import replace
 from tests.fakes import make_group
 from tests.paths import QUICKSTART

@@ -25,7 +25,8 @@ from offbeat.services.redis.lease import LearnerLease
 from offbeat.services.redis.server import EmbeddedRedis
 from offbeat.trainer.learner.step_groups import StepGroups
 from offbeat.trainer.learner.step_ledger import StepLedger, newest_epoch
-from offbeat.trainer.training.checkpoint import CheckpointStore, LearnerState, last_written
+from offbeat.trainer.training.checkpoint import LearnerState, last_written
+from offbeat.trainer.training.checkpoint_store import CheckpointStore
 from tests.paths import QUICKSTART
 from tests.services.buffer.buffer_play import publish, trajectory_for
 

@@ -96,16 +96,17 @@ async def test_a_run_may_need_the_cpus_that_an_autoscaler_adds(
             await factory.load(tree)
 
 
+@pytest.mark.parametrize(("gpus", "transport"), [(1, "ipc"), (2, "shm")])
 async def test_runs_without_devices_take_the_gpus_of_the_cluster(
-    factory: RayRunFactory, monkeypatch: pytest.MonkeyPatch
+    gpus: int, transport: str, factory: RayRunFactory, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(
-        Cluster, "from_ray", classmethod(lambda cls: cls(8.0, (NO_GPU._replace(gpus=2, memory_gib=80.0),), 1))
-    )
+    node = NO_GPU._replace(gpus=gpus, memory_gib=80.0)
+    monkeypatch.setattr(Cluster, "from_ray", classmethod(lambda cls: cls(8.0, (node,), 1)))
     monkeypatch.setattr(ray_run_factory, "read_app_statuses", dict)
     monkeypatch.setattr(devices, "is_installed", lambda _: True)
     config = await factory.load(compose_tree(QUICKSTART))
     assert (config.actor_infer.device, config.actor_train.device) == ("cuda", "cuda")
+    assert config.weights.transport == transport
 
 
 def record(folder: Path) -> RunRecord:

@@ -1,7 +1,9 @@
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 from offbeat.deploy.config.errors import ConfigError
@@ -20,7 +22,8 @@ from offbeat.envs.dataset.arithmetic import problems
 from offbeat.envs.dataset.dots import write_dots
 from offbeat.envs.dataset.programs import tasks
 from offbeat.envs.frozen_lake.rows import conversations, pairs, write_rows
-from tests.paths import CONFIGS
+from offbeat.trainer.config.aliases import canonicalize
+from tests.paths import CONFIGS, ROOT
 
 QUICKSTART = CONFIGS / "quickstart.yaml"
 
@@ -48,6 +51,23 @@ def test_every_configuration_of_the_project_can_run(path: Path, tmp_path: Path, 
     unprepared = pretrain != "tiny" and not Path(pretrain).is_dir()
     without = ["pretrain=tiny", "++tiny.max_position_embeddings=8192"] if unprepared else []
     assert isinstance(load_run(path, without), RunConfig)
+
+
+def parse_part(text: str) -> object:
+    try:
+        return yaml.safe_load(text)
+    except yaml.composer.ComposerError:  # part of a deploy file, with an alias of what is not shown
+        return None
+
+
+def test_files_and_documents_of_the_project_have_the_one_form():
+    """No older or other spelling of a key, nor a value without effect."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    texts = [(page, block) for page in pages for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)]
+    texts += [(path, path.read_text()) for path in sorted(CONFIGS.rglob("*.yaml"))]
+    trees = [(path, tree) for path, text in texts if isinstance(tree := parse_part(text), dict)]
+    assert len(trees) > 60
+    assert [path for path, tree in trees if canonicalize(tree) != (tree, [])] == []
 
 
 def test_overrides_replace_values_with_yaml_types():

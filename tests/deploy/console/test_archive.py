@@ -11,7 +11,8 @@ from offbeat.deploy.console.archive import FolderArchive, find_checkpoint
 from offbeat.services.control.console.archive import GroupQuery, NotRecordedError, UnknownGroupError
 from offbeat.services.control.console.schemas import NO_OUTCOME, GroupSort, GroupState
 from offbeat.trainer.training.batch_log import BatchLog
-from offbeat.trainer.training.checkpoint import CheckpointStore, LearnerState
+from offbeat.trainer.training.checkpoint import LearnerState
+from offbeat.trainer.training.checkpoint_store import CheckpointStore
 from tests.deploy.console.folders import BEGAN_MS, groups_of
 from tests.trainer.training.test_checkpoint import write
 

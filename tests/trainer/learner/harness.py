@@ -21,7 +21,8 @@ from offbeat.trainer.learner.trajectory_samples import TrajectorySampler
 from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.trackers.base import LoggedSteps
 from offbeat.trainer.training.batch_log import BatchLog
-from offbeat.trainer.training.checkpoint import CheckpointStore, read_checkpoint
+from offbeat.trainer.training.checkpoint import read_checkpoint
+from offbeat.trainer.training.checkpoint_store import CheckpointStore
 from tests.fakes import (
     CrashError,
     DictBoard,

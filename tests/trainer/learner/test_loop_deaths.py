@@ -13,7 +13,8 @@ from offbeat.deploy.audit.lineage import trace
 from offbeat.services.errors import FencedError
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.learner.step_ledger import read_step_ledger
-from offbeat.trainer.training.checkpoint import CheckpointStore, LearnerState
+from offbeat.trainer.training.checkpoint import LearnerState
+from offbeat.trainer.training.checkpoint_store import CheckpointStore
 from tests.fakes import FakeTrainer, Moments, make_group
 from tests.trainer.learner.harness import (
     GROUPS_PER_STEP,

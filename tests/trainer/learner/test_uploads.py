@@ -10,7 +10,8 @@ from offbeat.services.errors import FencedError
 from offbeat.trainer.config.checkpoints import CheckpointConfig
 from offbeat.trainer.learner.reporter import LearnerReporter
 from offbeat.trainer.learner.uploads import CheckpointUploads
-from offbeat.trainer.training.checkpoint import CheckpointStore, LearnerState, read_uploaded
+from offbeat.trainer.training.checkpoint import LearnerState, read_uploaded
+from offbeat.trainer.training.checkpoint_store import CheckpointStore
 from offbeat.trainer.training.remote_checkpoints import RemoteFolder, fetch_by_url
 from tests.fakes import DictBoard, ListSink
 from tests.trainer.training.fenced_learner import write

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 from offbeat.services.errors import FencedError
-from offbeat.trainer.training.checkpoint import CheckpointStore, LearnerState, newest_complete
+from offbeat.trainer.training.checkpoint import LearnerState, newest_complete
+from offbeat.trainer.training.checkpoint_store import CheckpointStore
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.listdir", "os.scandir", "fsync")
 EPOCH, STEP, KEEP = 2, 12, 1

@@ -9,13 +9,8 @@ from threading import Event
 import pytest
 
 from offbeat.services.durable_files import sync_tree
-from offbeat.trainer.training.checkpoint import (
-    CheckpointError,
-    CheckpointStore,
-    LearnerState,
-    UnsavedError,
-    read_checkpoint,
-)
+from offbeat.trainer.training.checkpoint import CheckpointError, LearnerState, read_checkpoint
+from offbeat.trainer.training.checkpoint_store import CheckpointStore, UnsavedError
 
 
 def write(folder: Path) -> None:
@@ -190,7 +185,7 @@ def test_what_is_saved_is_not_found_before_it_is_durable(
 ) -> None:
     may_go_on = Event()
     monkeypatch.setattr(
-        "offbeat.trainer.training.checkpoint.sync_tree", lambda folder: (may_go_on.wait(), sync_tree(folder))
+        "offbeat.trainer.training.checkpoint_store.sync_tree", lambda folder: (may_go_on.wait(), sync_tree(folder))
     )
     saving = store.save(state(20), write)
     assert store.newest_complete() is None

@@ -14,13 +14,13 @@ import pytest
 
 from offbeat.services.errors import FencedError
 from offbeat.trainer.training.checkpoint import (
-    CheckpointStore,
     LearnerState,
     newest_complete,
     read_checkpoint,
     read_epoch,
     read_manifest,
 )
+from offbeat.trainer.training.checkpoint_store import CheckpointStore
 from offbeat.trainer.training.fenced_folder import FencedFolder
 from tests.trainer.training import fenced_learner
 from tests.trainer.training.fenced_learner import EPOCH, STEP, checkpoint, write

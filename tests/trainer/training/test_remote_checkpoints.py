@@ -10,13 +10,8 @@ import fsspec
 import pytest
 
 from offbeat.services.errors import FencedError
-from offbeat.trainer.training.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    CheckpointStore,
-    LearnerState,
-    read_checkpoint,
-)
+from offbeat.trainer.training.checkpoint import Checkpoint, CheckpointError, LearnerState, read_checkpoint
+from offbeat.trainer.training.checkpoint_store import CheckpointStore
 from offbeat.trainer.training.remote_checkpoints import RemoteFolder, SourceError, StoreError, fetch_by_url
 from tests.trainer.training.fenced_learner import write
 from tests.trainer.training.object_store import BUCKET, s3_bucket

@@ -27,7 +27,8 @@ from offbeat.services.control.schemas import ProblemView
 from offbeat.services.control.service import NotAllowedError
 from offbeat.services.keys import RunKeys
 from offbeat.services.telemetry import AsyncRedisMetrics, MetricRecord, mean
-from offbeat.trainer.training.checkpoint import CheckpointStore, LearnerState
+from offbeat.trainer.training.checkpoint import LearnerState
+from offbeat.trainer.training.checkpoint_store import CheckpointStore
 from tests.deploy.console.folders import write_run
 from tests.services.buffer.buffer_play import RUN, Run, limits
 from tests.services.control.api_harness import ApiHarness, FakeRunFactory, api_harness

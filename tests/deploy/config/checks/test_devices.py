@@ -59,6 +59,22 @@ def test_a_model_too_large_for_engine_and_learner_is_refused(tmp_path: Path) -> 
     assert issues(sharing(0.4, pretrain=str(large)), one_gpu) == {}
 
 
+def test_published_versions_in_the_learners_gpu_are_counted(tmp_path: Path) -> None:
+    """Of 2 GiB each: two that are kept, and one on its way; beside an engine and alone."""
+    pretrain = write_model(tmp_path, 2**30)
+    for nodes, least_gib, key, transport in (
+        (ONE_GPU, 16.0 / 0.55, KEY, "ipc"),
+        (TWO_NODES, 16.0, "actor_train.strategy_args.zero_stage", "nccl"),
+    ):
+        sent = {"transport": transport, "dtype": "bfloat16"}
+        run = config(pretrain=pretrain), config(pretrain=pretrain, weights=sent)
+        assert [list(issues(each, with_memory(nodes, least_gib + 1))) for each in run] == [[], [key]]
+        assert issues(run[1], with_memory(nodes, least_gib + 6 / 0.55)) == {}
+        held = issues(run[1], with_memory(nodes, least_gib + 1))[key]
+        assert "at least 22.0 GiB of the learner's weights, gradients, moments and 3 published version(s)" in held
+        assert "or weights.transport shm" in held
+
+
 @pytest.mark.parametrize(
     ("train", "gib"),
     [
@@ -229,7 +245,7 @@ def test_a_learner_in_turns_must_fit_alone(tmp_path: Path) -> None:
     assert "exceed the GPU's 16.0 GiB" in issues(config(train, pretrain=pretrain), one_gpu)[KEY]
     assert issues(turns(train=train, pretrain=pretrain), one_gpu) == {}
     held = issues(turns(train=train, pretrain=pretrain, weights={"transport": "ipc"}), one_gpu)[KEY]
-    assert "5.6 GiB of 2 published version(s)" in held
+    assert "8.4 GiB of 3 published version(s)" in held
     pretrain = write_model(tmp_path, 1_500_000_000)
     alone = issues(turns(train=train, pretrain=pretrain), one_gpu)["actor_train.strategy_args.zero_stage"]
     assert "also while the engine sleeps" in alone

@@ -8,7 +8,8 @@ import pytest
 from offbeat.services.control.console.derived_runs import fork_config
 from offbeat.services.control.run import RunRecord, RunState
 from offbeat.services.control.service import InvalidRunError
-from offbeat.trainer.training.checkpoint import CheckpointStore, LearnerState
+from offbeat.trainer.training.checkpoint import LearnerState
+from offbeat.trainer.training.checkpoint_store import CheckpointStore
 from tests.services.control.api_harness import ApiHarness, api_harness, code
 from tests.services.control.control_fakes import SETTINGS
 from tests.trainer.training.test_checkpoint import write

@@ -76,6 +76,16 @@ def test_a_replica_gets_a_ticket_with_the_versions_digest(
         assert not path.exists()
 
 
+@pytest.mark.parametrize(("dtype", "published"), [("as_trained", torch.float32), ("bfloat16", torch.bfloat16)])
+def test_a_version_is_a_copy_in_the_published_type(dtype: str, published: torch.dtype, server: redis.Redis) -> None:
+    weight, index = torch.tensor([1.0, 1.001]), torch.tensor([7])
+    expected = weight.to(published, copy=True)
+    copies = DeviceTransport("ipc", RUN, server, dtype=dtype).copies([("w", weight), ("i", index)])
+    weight.zero_()
+    assert {name: tensor.dtype for name, tensor in copies.items()} == {"w": published, "i": torch.int64}
+    assert torch.equal(copies["w"], expected)
+
+
 def test_a_version_is_readable_while_the_learner_that_holds_it_is_there(
     learner: Callable[..., DeviceTransport], replica: DeviceTransport
 ) -> None:
