@@ -60,6 +60,7 @@ class TinkerSetup:
             context=self._context,
             max_tokens=train.training_args.max_tokens_per_microbatch,
             max_models=self._config.tinker.max_models,
+            shared_pass_tokens=self._config.tinker.shared_pass_tokens,
             num_threads=train.num_threads,
             device=train.device,
         )

@@ -101,6 +101,10 @@ class TinkerKeys:
         """Hash: sequence id -> command, until a state on disk contains it."""
         return self.key("log", model_id)
 
+    def shared_passes(self, model_id: str) -> str:
+        """Hash: sequence id -> `SharedPass` of its gradient, as long as the command is in the log."""
+        return self.key("shared_passes", model_id)
+
     def result(self, request_id: str) -> str:
         """String with expiry: `Result`."""
         return self.key("result", request_id)
