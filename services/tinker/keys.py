@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+SERVERS = "offbeat:tinker-servers"
+"""Set: names of the servers with a log in this Redis."""
+
 
 @dataclass(frozen=True, slots=True)
 class TinkerKeys:

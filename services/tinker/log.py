@@ -14,7 +14,7 @@ import msgspec
 from redis import Redis
 
 from offbeat.services.errors import FencedError
-from offbeat.services.tinker.keys import TinkerKeys
+from offbeat.services.tinker.keys import SERVERS, TinkerKeys
 from offbeat.services.tinker.records import (
     CheckpointRecord,
     LearnerActivity,
@@ -54,6 +54,7 @@ class CommandLog:
     def take_over(self) -> None:
         """Fence other learners off, and let limits of keys count what a build without them has stored."""
         self._epoch = int(self._redis.incr(self.keys.epoch))
+        self._redis.sadd(SERVERS, self.keys.name)
         self._redis.transaction(self._index_owners, self.keys.models, self.keys.checkpoints, self.keys.closed)
 
     def model_ids(self) -> list[str]:
