@@ -52,7 +52,7 @@ class ExecutorLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class QueuedCommand:
     """Next command of a model. shared: what it was computed with, if it is repeated."""
 
     model_id: str
@@ -88,7 +88,7 @@ class Executor:
     def has_loaded(self, model_id: str) -> bool:
         return model_id in self._models
 
-    def apply(self, turn: Turn) -> CommandOutcome:
+    def apply(self, turn: QueuedCommand) -> CommandOutcome:
         """Apply a command to a model that contains its predecessor."""
         try:
             outcome = self._apply(turn, decode_command(turn.data))
@@ -100,7 +100,7 @@ class Executor:
         self._contain(turn)
         return outcome
 
-    def read_gradient(self, turn: Turn) -> GradientBatch | None:
+    def read_gradient(self, turn: QueuedCommand) -> GradientBatch | None:
         """Return what a command adds to a gradient of a model in memory; None if it is another one, or is refused."""
         if (model := self._models.get(turn.model_id)) is None:
             return None
@@ -113,7 +113,7 @@ class Executor:
             return None  # `apply` tells the client
         return None if request.forward_only else batch
 
-    def apply_shared(self, turns: Sequence[Turn], batches: Sequence[GradientBatch]) -> list[CommandOutcome]:
+    def apply_shared(self, turns: Sequence[QueuedCommand], batches: Sequence[GradientBatch]) -> list[CommandOutcome]:
         """Apply gradients of different models in one pass, or each alone if it fails. batches: by `read_gradient`."""
         try:
             scores = compute_shared(self._pool, batches)
@@ -143,12 +143,12 @@ class Executor:
             self._contained.pop(model_id, None)
             self._folder.discard(model_id)
 
-    def _contain(self, turn: Turn) -> None:
+    def _contain(self, turn: QueuedCommand) -> None:
         self._contained[turn.model_id] = turn.seq_id
         if turn.model_id in self._models:
             self._models[turn.model_id].seq_id = turn.seq_id
 
-    def _apply(self, turn: Turn, command: Command) -> CommandOutcome:
+    def _apply(self, turn: QueuedCommand, command: Command) -> CommandOutcome:
         model_id, record, seq_id = turn.model_id, turn.record, turn.seq_id
         match command:
             case CreateModel():

@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 
 from offbeat.services.tinker.log import CommandLog
-from offbeat.trainer.tinker.executor import Executor, Turn
+from offbeat.trainer.tinker.executor import Executor, QueuedCommand
 from offbeat.trainer.tinker.shared_pass import GradientBatch
 
 logger = logging.getLogger(__name__)
@@ -75,15 +75,15 @@ class TinkerLearner:
                 self._busy.move_to_end(each.model_id)
         return True
 
-    def _turn(self, model_id: str, seq_id: int, data: bytes) -> Turn:
+    def _turn(self, model_id: str, seq_id: int, data: bytes) -> QueuedCommand:
         is_repeated = self._is_repeated(model_id, seq_id)
         shared = self._log.shared_pass(model_id, seq_id) if is_repeated else None
-        return Turn(model_id, self._log.model(model_id), seq_id, data, shared)
+        return QueuedCommand(model_id, self._log.model(model_id), seq_id, data, shared)
 
     def _is_repeated(self, model_id: str, seq_id: int) -> bool:
         return seq_id <= self._applied_before.get(model_id, -1)
 
-    def _share(self, turn: Turn) -> tuple[list[Turn], list[GradientBatch]]:
+    def _share(self, turn: QueuedCommand) -> tuple[list[QueuedCommand], list[GradientBatch]]:
         """Return the turns of a pass: the first, and others' that fit, in the order of their turns."""
         left, turns, batches = self._shared_pass_tokens, [turn], list[GradientBatch]()
         if not left or self._is_repeated(turn.model_id, turn.seq_id):
