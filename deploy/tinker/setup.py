@@ -26,6 +26,12 @@ LEARNER = "offbeat.trainer.tinker.process"
 class TinkerSetup:
     def __init__(self, config: RunConfig, name: str = TINKER) -> None:
         """Prepare the folder; name: in Redis. Raises MeshError."""
+        for key, number in (
+            ("actor_infer.num_replicas", config.actor_infer.num_replicas),
+            ("actor_train.num_processes", config.actor_train.num_processes),
+        ):
+            if number > 1:
+                raise MeshError(f"{key}: {number}: a Tinker server has one engine and one learner: set it to 1")
         self._config = config
         self._name = name
         self._model = model_folder(config).resolve()
@@ -60,6 +66,7 @@ class TinkerSetup:
             context=self._context,
             max_tokens=train.training_args.max_tokens_per_microbatch,
             max_models=self._config.tinker.max_models,
+            shared_pass_tokens=self._config.tinker.shared_pass_tokens,
             num_threads=train.num_threads,
             device=train.device,
         )

@@ -25,6 +25,10 @@ class TinkerConfig(Config):
     """Models in the learner's memory; others wait on disk."""
     max_adapters: int = Field(default=16, ge=1)
     """Adapters in the engine's memory; others are reloaded for sampling."""
+    shared_pass_tokens: int = Field(default=0, ge=0)
+    """Tokens up to which gradients of several models share a pass of the base model, with float rounding that depends
+    on the others' lengths. 0: each model has passes of its own, and its weights are independent of others to the bit.
+    """
     max_queued_commands: int = Field(default=256, ge=1)
     """Unapplied commands of a model; further ones are refused for now."""
     max_queued_mib: int = Field(default=256, ge=1)

@@ -1,6 +1,6 @@
-"""Open models of a key in Prometheus' text format."""
+"""Open models for Prometheus; those of a key in its text format."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
@@ -27,17 +27,24 @@ FAMILIES = {
 async def expose(store: TinkerStore, owner: str, accept: str) -> tuple[bytes, str]:
     """Return the metrics, and their media type by the scraper's `Accept` header."""
     families = {name: GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=["model"]) for name, text in FAMILIES.items()}
-    model_ids = sorted(await store.open_models(owner))
-    steps = await store.newest_steps(model_ids)
-    for model_id in model_ids:
-        _, queued = await store.queued(model_id)
-        values = {QUEUED: len(queued), **(_values(steps[model_id]) if model_id in steps else {})}
+    for model_id, values in (await read_values(store, await store.open_models(owner))).items():
         for name, value in values.items():
             families[name].add_metric([model_id], value)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_ModelFamilies(families.values()))
     encode, media_type = choose_encoder(accept)
     return encode(registry), media_type
+
+
+async def read_values(store: TinkerStore, models: Collection[str]) -> Mapping[str, Mapping[str, float]]:
+    """Return the models' values by family."""
+    model_ids = sorted(models)
+    steps = await store.newest_steps(model_ids)
+    values: dict[str, dict[str, float]] = {}
+    for model_id in model_ids:
+        _, queued = await store.queued(model_id)
+        values[model_id] = {QUEUED: len(queued), **(_values(steps[model_id]) if model_id in steps else {})}
+    return values
 
 
 def _values(step: StepMetrics) -> dict[str, float]:

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+SERVERS = "offbeat:tinker-servers"
+"""Set: names of the servers with a log in this Redis."""
+
 
 @dataclass(frozen=True, slots=True)
 class TinkerKeys:
@@ -100,6 +103,10 @@ class TinkerKeys:
     def log(self, model_id: str) -> str:
         """Hash: sequence id -> command, until a state on disk contains it."""
         return self.key("log", model_id)
+
+    def shared_passes(self, model_id: str) -> str:
+        """Hash: sequence id -> `SharedPass` of its gradient, as long as the command is in the log."""
+        return self.key("shared_passes", model_id)
 
     def result(self, request_id: str) -> str:
         """String with expiry: `Result`."""

@@ -14,12 +14,13 @@ import msgspec
 from redis import Redis
 
 from offbeat.services.errors import FencedError
-from offbeat.services.tinker.keys import TinkerKeys
+from offbeat.services.tinker.keys import SERVERS, TinkerKeys
 from offbeat.services.tinker.records import (
     CheckpointRecord,
     LearnerActivity,
     ModelRecord,
     Result,
+    SharedPass,
     StoredRecord,
     request_id_of,
 )
@@ -53,6 +54,7 @@ class CommandLog:
     def take_over(self) -> None:
         """Fence other learners off, and let limits of keys count what a build without them has stored."""
         self._epoch = int(self._redis.incr(self.keys.epoch))
+        self._redis.sadd(SERVERS, self.keys.name)
         self._redis.transaction(self._index_owners, self.keys.models, self.keys.checkpoints, self.keys.closed)
 
     def model_ids(self) -> list[str]:
@@ -77,6 +79,15 @@ class CommandLog:
             activity = LearnerActivity(model_id=model_id, seq_id=seq_id, since=time.time())
             self._redis.set(self.keys.activity, activity.encode())
         return data
+
+    def applied(self, model_id: str) -> int:
+        """Return the last command whose result is stored. -1: none"""
+        return int(self._redis.hget(self.keys.applied, model_id) or -1)
+
+    def shared_pass(self, model_id: str, seq_id: int) -> SharedPass | None:
+        """Return what the pass of an applied gradient was shared with."""
+        data = self._redis.hget(self.keys.shared_passes(model_id), seq_id)
+        return None if data is None else msgspec.json.decode(data, type=SharedPass)
 
     def command(self, model_id: str, seq_id: int) -> bytes | None:
         return self._redis.hget(self.keys.log(model_id), seq_id)
@@ -117,7 +128,8 @@ class CommandLog:
         """Close a model to further commands, unless its next one is queued; return whether it is closed."""
         keys, owner = self.keys, self.model(model_id).owner
         hashes = (keys.applied, keys.closed, keys.inflight, keys.queued_bytes, keys.open_models(owner))
-        return bool(self._close(keys=[keys.log(model_id), *hashes], args=[model_id, owner]))
+        passes = keys.shared_passes(model_id)
+        return bool(self._close(keys=[keys.log(model_id), *hashes, passes], args=[model_id, owner]))
 
     def closed(self) -> set[str]:
         return {each.decode() for each in self._redis.smembers(self.keys.closed)}
@@ -134,7 +146,10 @@ class CommandLog:
     def truncate(self, model_id: str, seq_ids: Iterable[int]) -> None:
         """Remove commands that a state on disk contains."""
         if ids := list(seq_ids):
-            self._redis.hdel(self.keys.log(model_id), *ids)
+            with self._redis.pipeline(transaction=True) as transaction:
+                transaction.hdel(self.keys.log(model_id), *ids)
+                transaction.hdel(self.keys.shared_passes(model_id), *ids)
+                transaction.execute()
 
     def logged(self, model_id: str) -> list[int]:
         """Return the sequence ids in a model's log, ascending."""

@@ -64,6 +64,13 @@ class LearnerActivity(StoredRecord, frozen=True, kw_only=True):
     """Unix time."""
 
 
+class SharedPass(StoredRecord, frozen=True, kw_only=True):
+    """Lengths of other models' sequences in a gradient's pass, before and after its own."""
+
+    before: list[int] = []
+    after: list[int] = []
+
+
 CheckpointKind = Literal["training", "sampler"]
 SEGMENTS: dict[CheckpointKind, str] = {"training": "weights", "sampler": "sampler_weights"}
 """Of `tinker://` paths."""

@@ -66,6 +66,11 @@ class TinkerStore:
         """Return the owner's models that take commands."""
         return {each.decode() for each in await self._redis.smembers(self.keys.open_models(owner))}
 
+    async def models_of_all(self) -> set[str]:
+        """Return all owners' models that take commands."""
+        models, closed = await self._redis.hkeys(self.keys.models), await self._redis.smembers(self.keys.closed)
+        return {each.decode() for each in set(models) - closed}
+
     async def remove_checkpoint(self, owner: str, path: str) -> bool:
         """Return whether there was one."""
         async with self._redis.pipeline(transaction=True) as transaction:

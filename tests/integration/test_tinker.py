@@ -12,7 +12,7 @@ import torch
 from tinker import types
 
 from offbeat.benchmarks.studies.tinker_kills import PARTS, repeat_undisturbed, train_under_kills
-from offbeat.benchmarks.tinker.server import RunningServer, running_server
+from offbeat.benchmarks.tinker.server import LEARNER, RunningServer, running_server
 from tests.integration.tinker_client import (
     ADAM,
     SENTENCE,
@@ -257,3 +257,26 @@ def test_a_run_with_kills_ends_as_the_same_commands_undisturbed(
         assert httpx.get(url.replace("/metrics", "/why"), headers=headers).json()["queued"] == 0
         exposed = httpx.get(f"{server.url}/api/v1/metrics", headers=headers).text
         assert f'offbeat_tinker_version{{model="{each.model_id}"}} {steps[-1]["version"]:.1f}\n' in exposed
+
+
+def test_models_that_share_passes_survive_a_kill_to_the_bit(tmp_path: Path) -> None:
+    """The learner dies before it has saved; its successor repeats the passes as they were."""
+    with running_server(tmp_path / "run", "tinker.shared_pass_tokens=200") as server:
+        with tinker.ServiceClient(base_url=server.url, api_key=KEY) as service:
+            clients = [create(service, seed) for seed in range(4)]
+            ahead = [
+                [client.forward_backward([datum(SENTENCE[i:])] * (i + 1), "cross_entropy") for _ in range(6)]
+                for i, client in enumerate(clients)
+            ]
+            losses = [[each.result().metrics["loss:sum"] for each in calls] for calls in ahead]
+            assert all(own == pytest.approx([own[0]] * 6, rel=1e-4) for own in losses)
+            for client in clients:
+                client.optim_step(ADAM).result()
+            before = [client.save_state("before").result().path for client in clients]
+            server.kill(LEARNER)
+            after = [client.save_state("after").result().path for client in clients]
+            for paths in zip(before, after, strict=True):
+                assert are_equal(*(adapter(server.folder, path) for path in paths))
+        assert server.stop() == 0
+        written = (server.folder / "tinker" / "redis").rglob("*.aof*")
+        assert any(b":shared_passes:" in file.read_bytes() for file in written)

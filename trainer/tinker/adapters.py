@@ -1,13 +1,15 @@
-"""Frozen base model with named LoRA adapters, one of which is active.
+"""Frozen base model with named LoRA adapters, one of which is active, or one per span of tokens.
 
 Invariants: an adapter's initial weights depend only on its seed, and change no output; adapters do not affect each
 other.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,13 @@ ATTENTION = "attn", "attention"
 """Substrings of paths."""
 
 
+class Span(NamedTuple):
+    """Packed tokens, and the adapter that they are computed with; None: the base model."""
+
+    adapter: str | None
+    num_tokens: int
+
+
 class AdapterPool:
     def __init__(self, policy: PackedPolicy, folder: Path) -> None:
         """folder: of the base model."""
@@ -31,6 +40,7 @@ class AdapterPool:
         self._folder = folder
         self._layers = _classify(policy.model)
         self._created = 0
+        self._adapted: list[Any] = []
         policy.requires_grad_(False)
 
     @property
@@ -55,13 +65,15 @@ class AdapterPool:
             warnings.filterwarnings("ignore", ".*Already found a `peft_config`.*")
             torch.manual_seed(lora.seed)
             inject_adapter_in_model(config, self.policy.model, name)
+        self._make_trainable()
         return name
 
     def remove(self, name: str) -> None:
         model: Any = self.policy.model
         del model.peft_config[name]
-        for layer in adapted_layers(model).values():
+        for layer in self._adapted:
             layer.delete_adapter(name)
+        self._make_trainable()
 
     def parameters(self, name: str) -> dict[str, nn.Parameter]:
         """Return an adapter's factors by PEFT's names, in the model's order."""
@@ -72,19 +84,51 @@ class AdapterPool:
             if infix in path
         }
 
-    def activate(self, name: str) -> None:
-        """Compute with one adapter, whose parameters receive gradients."""
-        for layer in adapted_layers(self.policy.model).values():
-            layer.set_adapter(name)
+    def activate(self, *names: str) -> None:
+        """Compute with one adapter, whose parameters receive gradients, or with none."""
+        for layer in self._adapted:
+            layer._active_adapter = list(names)  # `set_adapter` would walk over all adapters' parameters
+
+    @contextmanager
+    def routed(self, spans: Sequence[Span]) -> Iterator[None]:
+        """Compute each span of packed tokens with its adapter."""
+        self.activate()
+        hooks = [layer.register_forward_hook(partial(_add_adapters, spans)) for layer in self._adapted]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def logits(self, tokens: Tensor, borders: Tensor) -> Tensor:
-        """Return the active adapter's logits after each packed token, [N, V]. borders: [B + 1] int"""
+        """Return the logits after each packed token, [N, V]. borders: [B + 1] int"""
         return self.policy.model(tokens[None], **packed_kwargs(Packing.of(borders))).logits[0]
 
     def save(self, folder: Path, factors: Mapping[str, Tensor], rank: int) -> None:
         """Write a PEFT adapter."""
         args = ModelArgs(lora_target="all-linear", lora_rank=rank, lora_alpha=ALPHA)
         save_adapter(folder, factors, args, self._folder)
+
+    def _make_trainable(self) -> None:
+        """Let every adapter receive gradients, of which PEFT allows the active one alone."""
+        self._adapted = list(adapted_layers(self.policy.model).values())
+        for layer in self._adapted:
+            layer.lora_A.requires_grad_(True)
+            layer.lora_B.requires_grad_(True)
+
+
+def _add_adapters(spans: Sequence[Span], layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """Add to a base layer's output what each span's adapter does. output: [1, N, out]"""
+    parts: list[Tensor] = []
+    for (name, _), rows, base in zip(
+        spans, inputs[0].split(sizes := [each.num_tokens for each in spans], 1), output.split(sizes, 1), strict=True
+    ):
+        if name in layer.lora_A:
+            down, up = layer.lora_A[name], layer.lora_B[name]
+            parts.append(up(down(rows.to(down.weight.dtype))) * layer.scaling[name])
+        else:
+            parts.append(torch.zeros_like(base))
+    return (output + torch.cat(parts, 1)).to(output.dtype)
 
 
 def _classify(model: Any) -> dict[str, list[str]]:

@@ -5,10 +5,11 @@ Invariant: saving and loading is exact.
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -34,6 +35,16 @@ class Scores:
     loss: float
 
 
+class ScoredPass(NamedTuple):
+    """Logprobs of the targets by datum, and the sum of the losses, with their graph."""
+
+    logprobs: list[Tensor]
+    total: Tensor
+
+    def detach(self) -> Scores:
+        return Scores([each.detach().float().cpu().numpy() for each in self.logprobs], float(self.total.detach()))
+
+
 @dataclass(frozen=True, slots=True)
 class Accumulated:
     """Summed loss, sequences and tokens of the passes whose gradients have accumulated since the last step."""
@@ -52,12 +63,13 @@ class ClientModel:
         """Last contained command."""
         self.accumulated = Accumulated()
         self._pool = pool
-        self._name = pool.add(lora)
-        self.parameters = pool.parameters(self._name)
+        self.adapter = pool.add(lora)
+        """Name in the pool."""
+        self.parameters = pool.parameters(self.adapter)
         self._optimizer = self._new_optimizer()
 
     def close(self) -> None:
-        self._pool.remove(self._name)
+        self._pool.remove(self.adapter)
 
     def compute(
         self, data: Sequence[Datum], loss: Loss, settings: Settings, *, backward: bool, max_tokens: int
@@ -66,24 +78,33 @@ class ClientModel:
 
         A failure leaves the gradients unchanged.
         """
+        self._pool.activate(self.adapter)
+        with self.accumulating(), torch.set_grad_enabled(backward):
+            parts = [self._compute_pass(each, loss, settings) for each in _split(data, max_tokens)]
+        scores = Scores([each for part in parts for each in part.logprobs], sum(part.loss for part in parts))
+        if backward:
+            self.count(scores, data)
+        return scores
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Add the gradients of the block to the earlier ones, which a failure leaves unchanged."""
         before = {name: parameter.grad for name, parameter in self.parameters.items()}
         self._set_gradients({})
-        self._pool.activate(self._name)
         try:
-            with torch.set_grad_enabled(backward):
-                parts = [self._compute_pass(each, loss, settings) for each in _split(data, max_tokens)]
+            yield
         except BaseException:
             self._set_gradients(before)
             raise
         for name, gradient in before.items():
             self._add_gradient(self.parameters[name], gradient)
-        scores = Scores([each for part in parts for each in part.logprobs], sum(part.loss for part in parts))
-        if backward:
-            earlier, num_tokens = self.accumulated, sum(len(datum.tokens) for datum in data)
-            self.accumulated = Accumulated(
-                earlier.loss + scores.loss, earlier.num_sequences + len(data), earlier.num_tokens + num_tokens
-            )
-        return scores
+
+    def count(self, scores: Scores, data: Sequence[Datum]) -> None:
+        """Count what the gradients contain now."""
+        earlier, num_tokens = self.accumulated, sum(len(datum.tokens) for datum in data)
+        self.accumulated = Accumulated(
+            earlier.loss + scores.loss, earlier.num_sequences + len(data), earlier.num_tokens + num_tokens
+        )
 
     def step(self, command: OptimStep) -> dict[str, float]:
         """Take an optimizer step, clear the gradients and return metrics.
@@ -161,19 +182,12 @@ class ClientModel:
         self.version += 1
 
     def _compute_pass(self, data: Sequence[Datum], loss: Loss, settings: Settings) -> Scores:
-        device = self._pool.device
-        tokens = torch.cat([_tensor(datum.tokens) for datum in data]).long()
-        lengths = torch.tensor([0, *(len(datum.tokens) for datum in data)])
-        logits = self._pool.logits(tokens.to(device), lengths.cumsum(0).to(device))
-        scored = [
-            _score(part, _tensor(datum.inputs[TARGETS]).to(device))
-            for part, datum in zip(logits.split(lengths[1:].tolist()), data, strict=True)
-        ]
-        terms = _join(scored, data, loss)
-        total = loss.compute(terms, settings).sum()
+        tokens, borders = pack(data)
+        logits = self._pool.logits(tokens.to(self._pool.device), borders.to(self._pool.device))
+        scored = score(logits, data, loss, settings)
         if torch.is_grad_enabled():
-            total.backward()
-        return Scores([each.detach().float().cpu().numpy() for each in scored], float(total.detach()))
+            scored.total.backward()
+        return scored.detach()
 
     def _add_gradient(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         if gradient is not None:
@@ -223,6 +237,21 @@ def _split(data: Sequence[Datum], max_tokens: int) -> list[list[Datum]]:
         passes[-1].append(datum)
         size += length
     return passes
+
+
+def pack(data: Sequence[Datum]) -> tuple[Tensor, Tensor]:
+    """Return the tokens, [N] int64, and the sequences' borders, [B + 1] int64."""
+    tokens = torch.cat([_tensor(datum.tokens) for datum in data]).long()
+    return tokens, torch.tensor([0, *(len(datum.tokens) for datum in data)]).cumsum(0)
+
+
+def score(logits: Tensor, data: Sequence[Datum], loss: Loss, settings: Settings) -> ScoredPass:
+    """logits: [N, V], of the packed sequences."""
+    scored = [
+        _score(part, _tensor(datum.inputs[TARGETS]).to(logits.device))
+        for part, datum in zip(logits.split([len(datum.tokens) for datum in data]), data, strict=True)
+    ]
+    return ScoredPass(scored, loss.compute(_join(scored, data, loss), settings).sum())
 
 
 def _score(logits: Tensor, targets: Tensor) -> Tensor:

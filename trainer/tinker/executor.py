@@ -7,7 +7,7 @@ import logging
 import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,15 +27,17 @@ from offbeat.services.tinker.records import (
     Result,
     SamplerRecord,
     SaveWeights,
+    SharedPass,
     StepMetrics,
     decode_command,
     tinker_path,
 )
-from offbeat.services.tinker.wire import decode_forward_backward, encode_forward_backward_output
+from offbeat.services.tinker.wire import ForwardBackward, decode_forward_backward, encode_forward_backward_output
 from offbeat.trainer.tinker.adapters import AdapterPool
-from offbeat.trainer.tinker.client_model import ClientModel
+from offbeat.trainer.tinker.client_model import ClientModel, Scores
 from offbeat.trainer.tinker.folders import STATE, TinkerFolder, publish, size_of
 from offbeat.trainer.tinker.losses import check_datum, find_loss, read_settings
+from offbeat.trainer.tinker.shared_pass import GradientBatch, compute_shared, record_shared, repeat_shared
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,17 @@ class ExecutorLimits:
     context: int
     max_tokens: int
     max_models: int
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedCommand:
+    """Next command of a model. shared: what it was computed with, if it is repeated."""
+
+    model_id: str
+    record: ModelRecord
+    seq_id: int
+    data: bytes
+    shared: SharedPass | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +85,48 @@ class Executor:
             self._contained[model_id] = self._reopen(model_id).seq_id
         return self._contained.get(model_id, -1)
 
-    def apply(self, model_id: str, record: ModelRecord, seq_id: int, data: bytes) -> CommandOutcome:
+    def has_loaded(self, model_id: str) -> bool:
+        return model_id in self._models
+
+    def apply(self, turn: QueuedCommand) -> CommandOutcome:
         """Apply a command to a model that contains its predecessor."""
         try:
-            outcome = self._apply(model_id, record, seq_id, decode_command(data))
+            outcome = self._apply(turn, decode_command(turn.data))
         except CodecError as error:
             outcome = CommandOutcome(Result.of_error(str(error)))
         except Exception as error:  # reported to the client, whose later commands go on
-            logger.exception("command %d of model %s failed", seq_id, model_id)
+            logger.exception("command %d of model %s failed", turn.seq_id, turn.model_id)
             outcome = CommandOutcome(Result.of_error(f"{type(error).__name__}: {error}", "server"))
-        self._contained[model_id] = seq_id
-        if model_id in self._models:
-            self._models[model_id].seq_id = seq_id
+        self._contain(turn)
         return outcome
+
+    def read_gradient(self, turn: QueuedCommand) -> GradientBatch | None:
+        """Return what a command adds to a gradient of a model in memory; None if it is another one, or is refused."""
+        if (model := self._models.get(turn.model_id)) is None:
+            return None
+        try:
+            command = decode_command(turn.data)
+            if not isinstance(command, ForwardBackwardCommand):
+                return None
+            request, batch = self._read_batch(model, command)
+        except CodecError:
+            return None  # `apply` tells the client
+        return None if request.forward_only else batch
+
+    def apply_shared(self, turns: Sequence[QueuedCommand], batches: Sequence[GradientBatch]) -> list[CommandOutcome]:
+        """Apply gradients of different models in one pass, or each alone if it fails. batches: by `read_gradient`."""
+        try:
+            scores = compute_shared(self._pool, batches)
+        except Exception:
+            logger.exception("a pass of %d models failed: each has its own", len(turns))
+            return [self.apply(turn) for turn in turns]
+        outcomes: list[CommandOutcome] = []
+        for turn, batch, own, shared in zip(turns, batches, scores, record_shared(batches), strict=True):
+            self._models.move_to_end(turn.model_id)
+            self._contain(turn)
+            write = Write.of(self._log.keys.shared_passes(turn.model_id), str(turn.seq_id), shared)
+            outcomes.append(CommandOutcome(_answer(own, batch), (write,)))
+        return outcomes
 
     def save(self, model_id: str) -> int:
         """Write a model's state, unless already on disk; return its last command, or -1."""
@@ -101,12 +143,18 @@ class Executor:
             self._contained.pop(model_id, None)
             self._folder.discard(model_id)
 
-    def _apply(self, model_id: str, record: ModelRecord, seq_id: int, command: Command) -> CommandOutcome:
+    def _contain(self, turn: QueuedCommand) -> None:
+        self._contained[turn.model_id] = turn.seq_id
+        if turn.model_id in self._models:
+            self._models[turn.model_id].seq_id = turn.seq_id
+
+    def _apply(self, turn: QueuedCommand, command: Command) -> CommandOutcome:
+        model_id, record, seq_id = turn.model_id, turn.record, turn.seq_id
         match command:
             case CreateModel():
                 return self._create(model_id, record, command)
             case ForwardBackwardCommand():
-                return CommandOutcome(self._forward_backward(self._model(model_id), command))
+                return CommandOutcome(self._forward_backward(self._model(model_id), command, turn.shared))
             case OptimStep():
                 return self._step(model_id, seq_id, command)
             case SaveWeights():
@@ -150,7 +198,22 @@ class Executor:
             self._models.pop(model_id).close()
             raise
 
-    def _forward_backward(self, model: ClientModel, command: ForwardBackwardCommand) -> Result:
+    def _forward_backward(
+        self, model: ClientModel, command: ForwardBackwardCommand, shared: SharedPass | None
+    ) -> Result:
+        request, batch = self._read_batch(model, command)
+        if shared is not None:
+            return _answer(repeat_shared(self._pool, batch, shared), batch)
+        scores = model.compute(
+            batch.data,
+            batch.loss,
+            batch.settings,
+            backward=not request.forward_only,
+            max_tokens=self._limits.max_tokens,
+        )
+        return _answer(scores, batch)
+
+    def _read_batch(self, model: ClientModel, command: ForwardBackwardCommand) -> tuple[ForwardBackward, GradientBatch]:
         request = decode_forward_backward(command.body)
         loss = find_loss(request.loss_fn)
         settings = read_settings(request.loss_fn, loss, request.loss_config)
@@ -159,11 +222,7 @@ class Executor:
             raise CodecError("data is empty: send at least one datum")
         for i, datum in enumerate(data):
             check_datum(datum, loss, vocab_size=self._pool.vocab_size, context=self._limits.context, path=f"data[{i}]")
-        scores = model.compute(
-            data, loss, settings, backward=not request.forward_only, max_tokens=self._limits.max_tokens
-        )
-        metrics = {"loss:sum": scores.loss, "tokens:sum": float(sum(len(datum.tokens) for datum in data))}
-        return Result(encode_forward_backward_output({"logprobs": scores.logprobs}, metrics), is_protobuf=True)
+        return request, GradientBatch(model, data, loss, settings)
 
     def _step(self, model_id: str, seq_id: int, command: OptimStep) -> CommandOutcome:
         model = self._model(model_id)
@@ -227,3 +286,8 @@ class Executor:
             model.save(written / STATE)
         publish(written, folder)
         return AdapterVersion(folder=str(folder), version=model.version)
+
+
+def _answer(scores: Scores, batch: GradientBatch) -> Result:
+    metrics = {"loss:sum": scores.loss, "tokens:sum": float(batch.num_tokens)}
+    return Result(encode_forward_backward_output({"logprobs": scores.logprobs}, metrics), is_protobuf=True)

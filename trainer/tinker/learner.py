@@ -1,6 +1,7 @@
-"""The learner's loop: applies the models' commands round-robin.
+"""The learner's loop: applies the models' commands round-robin; gradients of several models may share a pass.
 
-Invariant: after a kill at any moment, a successor applies each acknowledged command once, to the same weights.
+Invariant: after a kill at any moment, a successor applies each acknowledged command once, to the same weights. What has a
+result is repeated as it was computed first; a shared pass is stored with the result.
 """
 
 import logging
@@ -8,7 +9,8 @@ import time
 from collections import OrderedDict
 
 from offbeat.services.tinker.log import CommandLog
-from offbeat.trainer.tinker.executor import Executor
+from offbeat.trainer.tinker.executor import Executor, QueuedCommand
+from offbeat.trainer.tinker.shared_pass import GradientBatch
 
 logger = logging.getLogger(__name__)
 
@@ -19,9 +21,13 @@ SAVE_INTERVAL_S = 20.0
 
 
 class TinkerLearner:
-    def __init__(self, log: CommandLog, executor: Executor) -> None:
+    def __init__(self, log: CommandLog, executor: Executor, shared_pass_tokens: int) -> None:
+        """shared_pass_tokens: limit of a pass that models share, 0: they share none."""
         self._log = log
         self._executor = executor
+        self._shared_pass_tokens = shared_pass_tokens
+        self._applied_before: dict[str, int] = {}
+        """Last command by model that a predecessor has applied."""
         self._busy: OrderedDict[str, None] = OrderedDict()
         """Models that may have commands, by turn."""
         self._unsaved: dict[str, float] = {}
@@ -36,7 +42,9 @@ class TinkerLearner:
         """Apply commands until stopped, then save; raises FencedError after a takeover."""
         self._log.take_over()
         self._executor.discard(self._log.closed())
-        self._busy = OrderedDict.fromkeys(each for each in self._log.model_ids() if self._log.logged(each))
+        logged = [each for each in self._log.model_ids() if self._log.logged(each)]
+        self._applied_before = {each: self._log.applied(each) for each in logged}
+        self._busy = OrderedDict.fromkeys(logged)
         while not self._is_stopped:
             if not self._busy:
                 self._busy.update(dict.fromkeys(sorted(self._log.wait(WAIT_S))))
@@ -52,15 +60,52 @@ class TinkerLearner:
             self._save(model_id)
 
     def _apply_next(self, model_id: str) -> bool:
+        """Apply a model's next command, if it has come, and gradients of others that fit into its pass."""
         seq_id = self._executor.contained(model_id) + 1
         data = self._log.take_up(model_id, seq_id)
         if data is None:
             return False
-        record = self._log.model(model_id)
-        outcome = self._executor.apply(model_id, record, seq_id, data)
-        self._log.commit(model_id, record.owner, seq_id, outcome.result, outcome.writes)
-        self._unsaved.setdefault(model_id, time.monotonic())
+        turn = self._turn(model_id, seq_id, data)
+        turns, batches = self._share(turn)
+        outcomes = self._executor.apply_shared(turns, batches) if len(turns) > 1 else [self._executor.apply(turn)]
+        for each, outcome in zip(turns, outcomes, strict=True):
+            self._log.commit(each.model_id, each.record.owner, each.seq_id, outcome.result, outcome.writes)
+            self._unsaved.setdefault(each.model_id, time.monotonic())
+            if each is not turn:
+                self._busy.move_to_end(each.model_id)
         return True
+
+    def _turn(self, model_id: str, seq_id: int, data: bytes) -> QueuedCommand:
+        is_repeated = self._is_repeated(model_id, seq_id)
+        shared = self._log.shared_pass(model_id, seq_id) if is_repeated else None
+        return QueuedCommand(model_id, self._log.model(model_id), seq_id, data, shared)
+
+    def _is_repeated(self, model_id: str, seq_id: int) -> bool:
+        return seq_id <= self._applied_before.get(model_id, -1)
+
+    def _share(self, turn: QueuedCommand) -> tuple[list[QueuedCommand], list[GradientBatch]]:
+        """Return the turns of a pass: the first, and others' that fit, in the order of their turns."""
+        left, turns, batches = self._shared_pass_tokens, [turn], list[GradientBatch]()
+        if not left or self._is_repeated(turn.model_id, turn.seq_id):
+            return turns, batches
+        batch = self._executor.read_gradient(turn)
+        if batch is None or batch.num_tokens >= left:
+            return turns, batches
+        batches.append(batch)
+        left -= batch.num_tokens
+        for model_id in self._busy:
+            seq_id = self._executor.contained(model_id) + 1 if self._executor.has_loaded(model_id) else 0
+            if not seq_id or self._is_repeated(model_id, seq_id):
+                continue
+            if (data := self._log.command(model_id, seq_id)) is None:
+                continue
+            other = self._turn(model_id, seq_id, data)
+            batch = self._executor.read_gradient(other)
+            if batch is not None and batch.num_tokens <= left:
+                turns.append(other)
+                batches.append(batch)
+                left -= batch.num_tokens
+        return turns, batches
 
     def _save_due(self) -> None:
         now = time.monotonic()

@@ -41,6 +41,7 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     context: int
     max_tokens: int
     max_models: int
+    shared_pass_tokens: int
     num_threads: int
     device: str
 
@@ -57,7 +58,7 @@ def main() -> int:
         log = CommandLog(connect(settings.redis_url), settings.name)
         limits = ExecutorLimits(settings.context, settings.max_tokens, settings.max_models)
         executor = Executor(AdapterPool(policy, model), log, TinkerFolder(root), limits)
-        learner = TinkerLearner(log, executor)
+        learner = TinkerLearner(log, executor, min(settings.shared_pass_tokens, settings.max_tokens))
         signal.signal(signal.SIGTERM, lambda *_: learner.stop())
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends its learner
         try:

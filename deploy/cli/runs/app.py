@@ -70,7 +70,7 @@ def list_runs(
     token: Token = None,
     json: Json = False,
 ) -> None:
-    """List runs, newest first."""
+    """List runs, newest first. Models that clients train by Tinker's API: `offbeat runs models`."""
     from offbeat.deploy.cli.runs.calls import list_them
 
     raise typer.Exit(list_them(url, token, state or [], name, limit, as_json=json))

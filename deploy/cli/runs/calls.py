@@ -47,7 +47,10 @@ def call(url: str, token: str | None, ask: Callable[[ControlClient], Awaitable[i
         complaint = f"no URL: {error}"
     except (json.JSONDecodeError, ValidationError):
         complaint = "answers, and is no control service of this version"
-    print_message(f"{url}: {complaint}\nSay where the control service is with --url or OFFBEAT_URL.")
+    print_message(
+        f"{url}: {complaint}\nSay where the control service is with --url or OFFBEAT_URL. "
+        "A Tinker server has none: offbeat runs models"
+    )
     return UNREACHABLE
 
 

@@ -1,4 +1,4 @@
-"""All current runs in Prometheus' text format."""
+"""All current runs, and open models of Tinker servers, in Prometheus' text format."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric as ExposedMetric
 from prometheus_client.registry import Collector
 from redis.exceptions import RedisError
 
-from offbeat.services.control.prometheus.families import FamilySample
+from offbeat.services.control.prometheus.families import Family, FamilySample, FamilyType
 from offbeat.services.control.prometheus.meters import MeterReader
 from offbeat.services.control.prometheus.run_state import (
     LEFT_OUT,
@@ -24,7 +24,9 @@ from offbeat.services.control.run import ForeignRecordError, LostRecordError, Ru
 from offbeat.services.control.store import RunStore
 from offbeat.services.errors import CodecError, RetryableError
 from offbeat.services.live_settings import settings_now
+from offbeat.services.tinker.api import MODEL_FAMILIES, read_open_models
 
+TINKER_FAMILIES = {value: Family(name, FamilyType.GAUGE, text) for value, (name, text) in MODEL_FAMILIES.items()}
 ENDED_KEPT_S = 600.0
 """Time that an ended run is exported."""
 
@@ -43,12 +45,17 @@ class PrometheusExporter:
         families.add(FamilySample(REDIS_REFUSES, float(bool(self._redis_trouble()))))
         try:
             runs = await self._runs()
+            models = await read_open_models(self._store.redis)
         except* (RedisError, RetryableError):
             families.add(FamilySample(REDIS_UP, 0.0))
         else:
             families.add(FamilySample(REDIS_UP, 1.0))
             for run_id, samples in runs:
                 families.add_all(run_id, samples)
+            for server, model_id, values in models:
+                for name, value in values.items():
+                    labels = {"server": server, "model": model_id}
+                    families.add(FamilySample(TINKER_FAMILIES[name], value, labels))
         encode, media_type = choose_encoder(accept)
         return encode(families.registry()), media_type
 

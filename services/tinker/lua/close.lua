@@ -1,5 +1,5 @@
 -- Closes a model to further commands, unless its next one is queued. Drops later ones, whose predecessor never came.
--- KEYS: log, applied, closed, inflight, queued_bytes, open models of the owner
+-- KEYS: log, applied, closed, inflight, queued_bytes, open models of the owner, shared passes
 -- ARGV: model id, owner
 -- Returns 1 if it is closed, 0 if its next command is to be applied.
 local applied = tonumber(redis.call('HGET', KEYS[2], ARGV[1]) or -1)
@@ -12,6 +12,6 @@ for _, seq in ipairs(redis.call('HKEYS', KEYS[1])) do
 end
 redis.call('SADD', KEYS[3], ARGV[1])
 redis.call('SREM', KEYS[6], ARGV[1])
-redis.call('DEL', KEYS[1])
+redis.call('DEL', KEYS[1], KEYS[7])
 redis.call('HDEL', KEYS[4], ARGV[1])
 return 1

@@ -19,6 +19,7 @@ from offbeat.services.tinker.records import (
     OptimStep,
     Result,
     Session,
+    SharedPass,
     decode_command,
     request_id_of,
 )
@@ -133,3 +134,16 @@ async def test_a_record_is_put_once(store: TinkerStore) -> None:
     await store.put_once(store.keys.sessions, "s", first)
     await store.put_once(store.keys.sessions, "s", second)
     assert await store.find(store.keys.sessions, "s", Session) == first
+
+
+async def test_a_shared_pass_is_kept_as_long_as_its_command(store: TinkerStore, log: CommandLog, redis: Redis) -> None:
+    shared = SharedPass(before=[3, 1], after=[2])
+    key = log.keys.shared_passes(MODEL)
+    for seq_id in range(3):
+        await store.submit(MODEL, OWNER, seq_id, ForwardBackwardCommand(b""))
+        log.commit(MODEL, OWNER, seq_id, result_of(seq_id), [Write.of(key, str(seq_id), shared)])
+    assert [log.shared_pass(MODEL, each) for each in (0, 3)] == [shared, None]
+    log.truncate(MODEL, [0, 1])
+    assert [log.shared_pass(MODEL, each) for each in range(3)] == [None, None, shared]
+    assert log.close(MODEL)
+    assert not redis.exists(key)

@@ -15,7 +15,12 @@ from offbeat.services.control.prometheus.run_state import MESH_FAMILIES, STATE_F
 from offbeat.services.control.run import Restarts, RunRecord, RunState
 from offbeat.services.control.store import RunStore
 from offbeat.services.keys import RunKeys
+from offbeat.services.redis.connection import connect
 from offbeat.services.telemetry import AsyncRedisMetrics, MetricRecord, Partial, mean
+from offbeat.services.tinker.config import TinkerConfig
+from offbeat.services.tinker.log import CommandLog, Write
+from offbeat.services.tinker.records import ForwardBackwardCommand, Lora, ModelRecord, OptimStep, Result, StepMetrics
+from offbeat.services.tinker.store import TinkerStore
 from offbeat.services.weights.replica_reports import ReplicaReport, encode_report
 from tests.services.control.api_harness import ApiHarness, FakeRunFactory, api_harness
 
@@ -250,3 +255,26 @@ async def test_no_run_is_still_being_read_when_a_scrape_has_failed(api: ApiHarne
     text, _ = await PrometheusExporter(store, FakeRunFactory(api.redis), lambda: "").export("")
     assert of(parse(text.decode()), "offbeat_redis_up") == 0
     assert not store.reading.is_set()
+
+
+async def test_open_models_of_tinker_servers_are_exported_for_all_keys(api: ApiHarness, redis_url: str):
+    store = TinkerStore(api.redis, "tinker", TinkerConfig())
+    for model_id, owner in (("one", "a"), ("other", "b"), ("ended", "b")):
+        record = ModelRecord(owner=owner, session_id="session", created_at=0.0, lora=Lora(rank=1, seed=2))
+        await store.add_model(model_id, record)
+    with connect(redis_url) as redis:
+        log = CommandLog(redis, "tinker")
+        log.take_over()
+        log.close("ended")
+        await store.submit("one", "a", 0, OptimStep())
+        await store.submit("one", "a", 1, ForwardBackwardCommand(b""))
+        step = StepMetrics(
+            at=5.0, version=3, loss=2.5, num_sequences=4, num_tokens=40, grad_norm=0.5, learning_rate=1e-3
+        )
+        log.commit("one", "a", 0, Result.of_json({}), [Write.of(log.keys.newest_steps, "one", step)])
+    scraped = await scrape(api)
+    assert of(scraped, "offbeat_tinker_queued_commands", server="tinker", model="one") == 1
+    assert of(scraped, "offbeat_tinker_queued_commands", server="tinker", model="other") == 0
+    assert of(scraped, "offbeat_tinker_loss", server="tinker", model="one") == 2.5
+    assert of(scraped, "offbeat_tinker_version", server="tinker", model="one") == 3
+    assert not [labels for _, labels in scraped if ("model", "ended") in labels]

@@ -1,0 +1,160 @@
+"""The learner's loop on a real Redis: a successor repeats what has results as it was computed, shared passes too."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from offbeat.services.redis.connection import connect
+from offbeat.services.tinker.log import CommandLog, Write
+from offbeat.services.tinker.records import (
+    Command,
+    CreateModel,
+    ForwardBackwardCommand,
+    Lora,
+    ModelRecord,
+    OptimStep,
+    Result,
+    SharedPass,
+    encode_command,
+    request_id_of,
+)
+from offbeat.services.tinker.wire import CLASSES, FLOAT32, INT64, Datum
+from offbeat.trainer.tinker.adapters import AdapterPool
+from offbeat.trainer.tinker.executor import Executor, ExecutorLimits
+from offbeat.trainer.tinker.folders import TinkerFolder
+from offbeat.trainer.tinker.learner import TinkerLearner
+from tests.trainer.tinker.tiny_base import make_data, make_pool
+
+MODELS = {
+    "a": (Lora(rank=4, seed=1), (5, 3, 7)),
+    "b": (Lora(rank=2, seed=2, train_mlp=False), (31,)),
+    "c": (Lora(rank=8, seed=3, train_unembed=False), (2, 17, 4, 9, 3)),
+}
+STEPS = 2
+NUM_COMMANDS = 3 * (1 + 3 * STEPS)
+LIMITS = ExecutorLimits(context=64, max_tokens=1000, max_models=4)
+
+
+class KilledError(Exception):
+    pass
+
+
+class StoppingLog(CommandLog):
+    """Log that ends its learner when no command is left, or with an error before a result is stored."""
+
+    def __init__(self, redis: Redis, survives: int = NUM_COMMANDS) -> None:
+        super().__init__(redis, "test")
+        self.learner: TinkerLearner | None = None
+        self.repeated: list[tuple[str, int, Result]] = []
+        self._survives = survives
+
+    def wait(self, timeout_s: float) -> set[str]:  # noqa: ARG002
+        assert self.learner is not None
+        self.learner.stop()
+        return set()
+
+    def commit(self, model_id: str, owner: str, seq_id: int, result: Result, writes: Sequence[Write] = ()) -> None:
+        if seq_id <= self.applied(model_id):
+            self.repeated.append((model_id, seq_id, result))
+        elif not self._survives:
+            raise KilledError
+        else:
+            self._survives -= 1
+        super().commit(model_id, owner, seq_id, result, writes)
+
+
+@pytest.fixture
+def redis(redis_url: str) -> Iterator[Redis]:
+    with connect(redis_url) as redis:
+        yield redis
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> AdapterPool:
+    return make_pool(tmp_path / "base")
+
+
+def encode_request(data: Sequence[Datum]) -> ForwardBackwardCommand:
+    message = CLASSES["ForwardBackwardRequest"](loss_fn="cross_entropy")
+    for datum in data:
+        added = message.data.add()
+        added.model_input.add().encoded_text.tokens = datum.tokens.astype("<i4").tobytes()
+        for name, values in datum.inputs.items():
+            tensor = added.loss_fn_inputs.add(key=name).value
+            is_float = values.dtype.kind == "f"
+            tensor.dense = values.astype("<f4" if is_float else "<i8").tobytes()
+            tensor.dtype = FLOAT32 if is_float else INT64
+    return ForwardBackwardCommand(message.SerializeToString())
+
+
+def commands(lengths: Sequence[int], seed: int) -> list[Command]:
+    sent: list[Command] = [CreateModel()]
+    for step in range(STEPS):
+        sent += [encode_request(make_data(("weights",), lengths, seed=100 * seed + 10 * step + i)) for i in range(2)]
+        sent.append(OptimStep(learning_rate=1e-2))
+    return sent
+
+
+def submit(redis: Redis) -> None:
+    keys = CommandLog(redis, "test").keys
+    for seed, (model_id, (lora, lengths)) in enumerate(MODELS.items()):
+        record = ModelRecord(owner="owner", session_id="session", created_at=0.0, lora=lora)
+        redis.hset(keys.models, model_id, record.encode())
+        for seq_id, command in enumerate(commands(lengths, seed)):
+            redis.hset(keys.log(model_id), str(seq_id), encode_command(command))
+
+
+def run(log: StoppingLog, pool: AdapterPool, folder: Path, shared_pass_tokens: int = 500) -> None:
+    executor = Executor(pool, log, TinkerFolder(folder), LIMITS)
+    log.learner = TinkerLearner(log, executor, shared_pass_tokens)
+    try:
+        log.learner.run()
+    finally:
+        executor.discard([])
+
+
+def results(log: CommandLog, redis: Redis) -> dict[str, bytes | None]:
+    ids = [request_id_of(model_id, seq_id) for model_id in MODELS for seq_id in range(NUM_COMMANDS // len(MODELS))]
+    stored = {each: redis.get(log.keys.result(each)) for each in ids}
+    return {each: data if isinstance(data, bytes) else None for each, data in stored.items()}
+
+
+@pytest.mark.parametrize("survives", [4, 5, 8, 11, 16])
+def test_a_successor_repeats_results_to_the_bit(redis: Redis, pool: AdapterPool, tmp_path: Path, survives: int) -> None:
+    """A learner dies before any of the results, also between those of one pass."""
+    submit(redis)
+    with pytest.raises(KilledError):
+        run(StoppingLog(redis, survives), pool, tmp_path / "server")
+    stored = results(log := StoppingLog(redis), redis)
+    assert sum(each is not None for each in stored.values()) == survives
+    run(log, pool, tmp_path / "server")
+    assert len(log.repeated) == survives
+    for model_id, seq_id, result in log.repeated:
+        assert result.encode() == stored[request_id_of(model_id, seq_id)]
+    assert all(results(log, redis).values())
+    assert not any(redis.exists(log.keys.log(each), log.keys.shared_passes(each)) for each in MODELS)
+
+
+def test_models_share_passes_within_the_limit(redis: Redis, pool: AdapterPool, tmp_path: Path) -> None:
+    """`a` has 15 tokens, `b` 31 and `c` 35: of 50, `a` and `b` fit, then `c` and the next ones of `a`."""
+    submit(redis)
+    with pytest.raises(KilledError):
+        run(log := StoppingLog(redis, 6), pool, tmp_path / "server", shared_pass_tokens=50)
+    assert log.shared_pass("a", 1) == SharedPass(after=[31])
+    assert log.shared_pass("b", 1) == SharedPass(before=[5, 3, 7])
+    assert log.shared_pass("c", 1) == SharedPass(after=[5, 3, 7])
+
+
+def test_without_a_limit_each_model_has_its_passes(redis: Redis, pool: AdapterPool, tmp_path: Path) -> None:
+    """Its results are to the bit those of a server without other models."""
+    submit(redis)
+    run(log := StoppingLog(redis), pool, tmp_path / "server", shared_pass_tokens=0)
+    together = results(log, redis)
+    redis.flushdb()
+    submit(redis)
+    redis.hdel(log.keys.models, "b", "c")
+    run(log := StoppingLog(redis), pool, tmp_path / "other", shared_pass_tokens=0)
+    alone = results(log, redis)
+    assert all(alone[each] == together[each] for each in alone if each.startswith("a"))
