@@ -90,7 +90,9 @@ MAX_LINKS = 40
 """Of one path, as in the kernel."""
 LIMITS = """
 for program; do command -v "$program" >/dev/null || echo "no program $program"; done
-for file in /sys/fs/cgroup/memory.max /sys/fs/cgroup/memory/memory.limit_in_bytes; do [ -f $file ] && cat $file; done
+cd /sys/fs/cgroup
+for file in memory.max memory/memory.limit_in_bytes; do [ -f $file ] && echo "memory $(cat $file)"; done
+for file in pids.max pids/pids.max; do [ -f $file ] && echo "processes $(cat $file)"; done
 :
 """
 
@@ -280,10 +282,12 @@ def _check(image: str | None, runtime: Literal["runsc"] | None, memory_mib: int,
     missing = [line.removeprefix("no program ") for line in lines if line.startswith("no program ")]
     if missing:
         raise IsolationError(f"image {image} lacks {', '.join(missing)}, which its shell needs")
-    if runtime is None and str(memory_mib << 20) not in lines:
+    limited = {"memory": f"memory {memory_mib << 20}", "processes": f"processes {max_processes}"}
+    without = [name for name, line in limited.items() if line not in lines]
+    if runtime is None and without:
         raise IsolationError(
-            f"{shell.image.command[0]} does not limit the memory of containers here: as another user than root it needs "
-            "cgroups v2, delegated to the user"
+            f"{shell.image.command[0]} does not limit {' and '.join(without)} of containers here: the machine's cgroups need "
+            "these controllers, and another user than root needs cgroups v2, delegated to it"
         )
 
 

@@ -16,7 +16,7 @@ from offbeat.envs.sandbox.backend import check_sandbox
 from offbeat.envs.sandbox.container import ContainerShell, resolve
 from offbeat.envs.sandbox.container_engine import Image, find_image, run_command, trusted_env
 from offbeat.envs.sandbox.shell import ShellError, ShellLimits
-from tests.envs.sandbox.images import make_image, needs_container
+from tests.envs.sandbox.images import require_image
 from tests.envs.sandbox.test_shell import bash
 from tests.waiting import wait_until_sync
 
@@ -24,10 +24,11 @@ FOLDERS = ("/app", "/opt", "/tmp")
 
 
 def limits(**values: object) -> ShellLimits:
-    return ShellLimits.model_validate({"image": make_image(), **values})
+    return ShellLimits.model_validate({"image": require_image(), **values})
 
 
 def names() -> list[str]:
+    require_image()
     command = ["podman", "ps", "--all", "--format", "{{.Names}}"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
@@ -98,22 +99,19 @@ def test_links_are_followed_as_the_kernel_does():
     assert resolve("/app/l", links) == "/app"
 
 
-@needs_container
 def test_a_missing_image_is_named_with_what_to_do():
-    make_image()
+    require_image()
     with pytest.raises(IsolationError, match=r"image none:1 is not on this machine.*`podman pull none:1`"):
         check_sandbox(ShellLimits(image="none:1"))
 
 
-@needs_container
 def test_a_runtime_that_is_not_installed_is_named():
     with pytest.raises(IsolationError, match="runsc"):
         check_sandbox(limits(runtime="runsc"))
 
 
-@needs_container
 def test_an_image_without_the_programs_is_refused(tmp_path: Path):
-    make_image()
+    require_image()
     (tmp_path / "empty").mkdir()
     name = f"localhost/offbeat-empty:{uuid.uuid4().hex[:8]}"
     subprocess.run(["tar", "-C", tmp_path, "-cf", tmp_path / "x.tar", "empty"], check=True)
@@ -145,7 +143,6 @@ ATTACKS = {
 }
 
 
-@needs_container
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_an_attack_fails(shell: ContainerShell, attack: str):
     shell.kill_processes()
@@ -154,7 +151,6 @@ def test_an_attack_fails(shell: ContainerShell, attack: str):
     assert bash(shell, "echo alive").output == "alive\n"
 
 
-@needs_container
 def test_neither_worker_nor_machine_can_be_seen(shell: ContainerShell, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OFFBEAT_SECRET", "x")
     monkeypatch.setenv("HTTPS_PROXY", "http://user:password@proxy")
@@ -166,13 +162,11 @@ def test_neither_worker_nor_machine_can_be_seen(shell: ContainerShell, monkeypat
     assert bash(shell, "grep -E 'Cap(Prm|Eff|Bnd)' /proc/self/status | grep -v 0000000000000000").output == ""
 
 
-@needs_container
 def test_the_images_own_files_are_there_and_its_volumes_are_bounded(shell: ContainerShell):
     assert bash(shell, "ls /opt").output == "own\n"
     assert "No space left" in bash(shell, "for i in 1 2 3; do head -c 3M /dev/zero > /volume/$i; done").output
 
 
-@needs_container
 def test_replaced_devices_are_noticed():
     shell = ContainerShell(FOLDERS, limits())
     try:
@@ -184,7 +178,6 @@ def test_replaced_devices_are_noticed():
         shell.close()
 
 
-@needs_container
 def test_planted_programs_do_not_serve_the_shell(shell: ContainerShell):
     """The image's PATH names a folder that commands can write."""
     plant = "for name in tar find env rm; do printf '#!/bin/sh\\necho planted\\n' > $name; chmod +x $name; done"
@@ -194,7 +187,6 @@ def test_planted_programs_do_not_serve_the_shell(shell: ContainerShell):
     assert bash(shell, "find /app").output == "/app\n"
 
 
-@needs_container
 def test_the_end_of_its_time_removes_the_container():
     before = set(names())
     shell = ContainerShell(FOLDERS, limits(timeout_s=2.0))
@@ -215,11 +207,10 @@ shell.run(("bash", "-c", "setsid sleep 600 & sleep 600"), cwd="/app", env=shell.
 """
 
 
-@needs_container
 @pytest.mark.parametrize("moment", ["while it starts", "while a command runs"])
 def test_a_killed_worker_leaves_no_container(moment: str):
-    before = set(names()) if make_image() else set[str]()
-    worker = subprocess.Popen([sys.executable, "-c", WORKER, make_image()], stdout=subprocess.PIPE, text=True)
+    before = set(names())
+    worker = subprocess.Popen([sys.executable, "-c", WORKER, require_image()], stdout=subprocess.PIPE, text=True)
     try:
         if moment == "while it starts":
             wait_until_sync(lambda: bool(set(names()) - before), timeout_s=30)
