@@ -141,9 +141,9 @@ async def test_rows_with_images_are_answered_and_trained_for_two_steps(
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = DataConfig(dataset_name=tmp_path / "rows.jsonl")
     prompts = PromptSource(data, ("see",), ("see",), seed=0)
-    scoring = RewardsConfig.model_validate(
-        {"rewards": [{"name": "one", "kind": "regex", "pattern": "w1"}]}, strict=False
-    )
+    # an answer has five scores, 0 to 4: eight equal ones, which have no gradient, do not come by chance
+    patterns = [{"name": f"place-{n}", "kind": "regex", "pattern": rf"^(\S+\s+){{{n}}}w\d?[02468]\b"} for n in range(4)]
+    scoring = RewardsConfig.model_validate({"rewards": patterns}, strict=False)
     rewards = EpisodeRewards(scoring, data, prompts, make_scorer(scoring, local=True), chat)
     tree = {"pipeline": "rlvr", "data": {"dataset_name": data.dataset_name}, "adv_estimator": "grpo"}
     args = {"learning_rate": 1e-3, "max_tokens_per_microbatch": 512}
