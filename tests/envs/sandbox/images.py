@@ -57,6 +57,8 @@ def _prepare() -> str:
     path = os.environ.get("OFFBEAT_PODMAN") or (str(PODMAN) if PODMAN.exists() else shutil.which("podman"))
     if path is None:
         return "podman is neither on PATH, nor named by OFFBEAT_PODMAN, nor made by `make podman`"
+    if os.geteuid():
+        return "containers are tested as root alone"
     if missing := [name for name in PROGRAMS if not _find_program(name)]:
         return f"the image of the tests needs {', '.join(missing)}, which this machine lacks"
     os.environ["PATH"] = f"{Path(path).parent}{os.pathsep}{os.environ['PATH']}"

@@ -1,13 +1,16 @@
 """Containers: what they refuse, attacks from within, and that none outlives its worker."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from pydantic import ValidationError
 
@@ -188,36 +191,44 @@ def test_planted_programs_do_not_serve_the_shell(shell: ContainerShell):
 
 
 def test_the_end_of_its_time_removes_the_container():
-    before = set(names())
     shell = ContainerShell(FOLDERS, limits(timeout_s=2.0))
     bash(shell, "sleep 60", timeout_s=60)
     with pytest.raises(ShellError, match="run: "):
         bash(shell, "true")
-    wait_until_sync(lambda: set(names()) <= before, timeout_s=30)
+    wait_until_sync(lambda: shell._name not in names(), timeout_s=30)
     shell.close()
 
 
 WORKER = """
-import os, sys
+import sys
 from offbeat.envs.sandbox.container import ContainerShell
 from offbeat.envs.sandbox.shell import ShellLimits
 shell = ContainerShell(("/app",), ShellLimits(image=sys.argv[1]))
-print(shell._name, flush=True)
+print("started", flush=True)
 shell.run(("bash", "-c", "setsid sleep 600 & sleep 600"), cwd="/app", env=shell.command_env(), timeout_s=600)
 """
 
 
+def name_of(worker: int) -> str | None:
+    """Return the name of a worker's container, from the command of its supervisor."""
+    for child in psutil.Process(worker).children():
+        with suppress(psutil.Error):  # it has ended
+            if match := re.search(r"offbeat-[0-9a-f]{32}", " ".join(child.cmdline())):
+                return match[0]
+    return None
+
+
 @pytest.mark.parametrize("moment", ["while it starts", "while a command runs"])
 def test_a_killed_worker_leaves_no_container(moment: str):
-    before = set(names())
     worker = subprocess.Popen([sys.executable, "-c", WORKER, require_image()], stdout=subprocess.PIPE, text=True)
     try:
-        if moment == "while it starts":
-            wait_until_sync(lambda: bool(set(names()) - before), timeout_s=30)
-        else:
+        wait_until_sync(lambda: name_of(worker.pid) is not None, timeout_s=30)
+        name = name_of(worker.pid)
+        wait_until_sync(lambda: name in names(), timeout_s=30)
+        if moment == "while a command runs":
             assert worker.stdout is not None
-            assert worker.stdout.readline().strip() in names()
+            assert worker.stdout.readline() == "started\n"
     finally:
         os.kill(worker.pid, signal.SIGKILL)
         worker.communicate()
-    wait_until_sync(lambda: set(names()) <= before, timeout_s=30)
+    wait_until_sync(lambda: name not in names(), timeout_s=30)
