@@ -40,8 +40,8 @@ trap '' PIPE
 name=$1 life_s=$2 engine=$3
 shift 2
 folder=$(mktemp -d) && cd "$folder" || exit 1
-"$@" >&2 </dev/null && echo started && timeout "$life_s" cat >/dev/null
-for attempt in 1 2 3; do "$engine" rm --force --volumes "$name" >/dev/null 2>&1 && break; sleep 1; done
+timeout 120 "$@" >&2 </dev/null && echo started && timeout "$life_s" cat >/dev/null
+for attempt in 1 2 3; do timeout 60 "$engine" rm --force --volumes "$name" >/dev/null 2>&1 && break; sleep 1; done
 cd / && rm -rf "$folder"
 """
 """Starts a container; removes it at the end of its input, which the worker holds, or of its time.
@@ -230,7 +230,10 @@ class ContainerShell:
                 timed_out, deadline = True, time.monotonic() + REPLY_TIMEOUT_S
                 self._run('kill -9 "-$1"', pid)
         text = join_output(output.head, output.tail, output.num_dropped, self._limits.max_output_chars)
-        exit_code = -9 if timed_out else process.wait(REPLY_TIMEOUT_S)
+        try:
+            exit_code = -9 if timed_out else process.wait(REPLY_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise ShellError("run: the container does not answer") from None
         return CommandResult(text, exit_code, timed_out, time.monotonic() - start)
 
     def call(self, operation: str, script: str, *arguments: str, data: bytes = b"") -> bytes:
@@ -286,8 +289,8 @@ def _check(image: str | None, runtime: Literal["runsc"] | None, memory_mib: int,
     without = [name for name, line in limited.items() if line not in lines]
     if runtime is None and without:
         raise IsolationError(
-            f"{shell.image.command[0]} does not limit {' and '.join(without)} of containers here: the machine's cgroups need "
-            "these controllers, and another user than root needs cgroups v2, delegated to it"
+            f"{shell.image.command[0]} does not limit {' and '.join(without)} of containers here: its cgroups need these "
+            "controllers, and another user than root needs cgroups v2, delegated to it"
         )
 
 

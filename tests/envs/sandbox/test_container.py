@@ -82,6 +82,15 @@ def test_without_podman_and_docker_they_are_named(monkeypatch: pytest.MonkeyPatc
         find_image(ShellLimits(image=f"none-{uuid.uuid4().hex}"))
 
 
+def test_an_engine_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "podman").write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+    (tmp_path / "podman").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("offbeat.envs.sandbox.container_engine.INSPECT_TIMEOUT_S", 0.2)
+    with pytest.raises(IsolationError, match=r"`podman image inspect none-.*` did not answer within 0\.2 s"):
+        find_image(ShellLimits(image=f"none-{uuid.uuid4().hex}"))
+
+
 def test_paths_that_a_command_could_fill_are_no_part_of_the_environment():
     env = {"PATH": "/opt/own:/usr/bin", "LD_PRELOAD": "/opt/own/x.so", "A": "b:c"}
     assert trusted_env(Image((), "", env, ()), FOLDERS) == {"PATH": "/usr/bin", "A": "b:c"}
