@@ -110,6 +110,7 @@ def side_config(
             f"pretrain={model}",
             f"data.dataset_name={folder / lengths}.jsonl",
             "data.val_dataset_name=null",
+            "eval_steps=0",
             "data.num_train_epochs=null",
             "data.shuffle=false",
             f"max_steps={_num_steps(options) + 1}",

@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
-    config = load_run(options.folder / CONFIG).model_copy(update={"output_dir": options.folder})
+    config = load_run(options.folder / CONFIG, started=True).model_copy(update={"output_dir": options.folder})
     log = BatchLog(options.folder)
     batches = [log.read(step, config).batch for step in log.steps()]
     step_s, rate = read_rate(options.folder)

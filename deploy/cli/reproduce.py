@@ -29,7 +29,7 @@ def reproduce_run(run: str, step: int | None, *, console: Console, as_json: bool
     """Reproduce a run; return the exit code. Raises `ReproduceError`."""
     try:
         folder = find_folder(run)
-        config = load_run(folder / run_folder.CONFIG).model_copy(update={"output_dir": folder})
+        config = load_run(folder / run_folder.CONFIG, started=True).model_copy(update={"output_dir": folder})
     except (AuditError, ConfigError) as error:
         raise ReproduceError(str(error)) from error
     # As in the learner's own process: before torch is loaded

@@ -55,15 +55,16 @@ def load_run(
     *,
     cores: float | None = None,
     nodes: Sequence[ClusterNode] | None = None,
+    started: bool = False,
 ) -> RunConfig:
     """Compose, validate and check a run; raises `ConfigError` with every issue.
 
-    cores, nodes: of the cluster; None: of this machine.
+    cores, nodes: of the cluster; None: of this machine. started: as in `check_run`.
     """
     gpus = count_gpus() if nodes is None else sum(node.gpus for node in nodes)
     config = choose_devices(_validate_models(_compose_saved(path, overrides), download, str(path)), gpus)
     config = choose_turns(config, [local_node()] if nodes is None else nodes)
-    checked = check_run(config, cores=cores, nodes=nodes)
+    checked = check_run(config, cores=cores, nodes=nodes, started=started)
     if issues := [*check_rights(config, config.control.to_rights(), "control"), *checked]:
         raise ConfigError(issues, str(path))
     return config

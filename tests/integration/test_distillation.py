@@ -22,7 +22,7 @@ from offbeat.trainer.scoring.factory import build_scorer
 build_scorer(sys.argv[1], "", "teacher.lake", sys.argv[2], sys.argv[3], PromptLogprobs).run()
 """
 MOST_PROBABLE = ("distill.logits_topk=5", "distill.distill_on_prompt=true", "distill.kd_objective=js_divergence")
-IN_SERVICE = ("teacher.lake.strategy_args.placement=service", "data.val_dataset_name=null")
+IN_SERVICE = ("teacher.lake.strategy_args.placement=service", "data.val_dataset_name=null", "eval_steps=0")
 BY_VLLM = (*IN_SERVICE, "teacher.lake.strategy_args.strategy_name=vllm")
 IN_FILES = ("teacher.lake.strategy_args.placement=files",)
 

@@ -4,8 +4,8 @@ import difflib
 from collections.abc import Iterator
 
 from offbeat.trainer.checks.overruled import advantage_is_of_the_episode, check_overruled
-from offbeat.trainer.config.actor_train import StrategyArgs
-from offbeat.trainer.config.algorithm import AlgorithmConfig
+from offbeat.trainer.config.actor_train import ActorTrainConfig, StrategyArgs
+from offbeat.trainer.config.algorithm import DECOUPLED, GREEDY_BASELINE, TURN_WISE, AlgorithmConfig
 from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.trainer.config.learner import LearnerConfig
 
@@ -38,7 +38,10 @@ def check_effects(config: LearnerConfig, *, group_size: int) -> Iterator[ConfigI
     yield from _check_discounts(config)
     yield from check_overruled(config)
     yield from _check_on_policy(config)
+    yield from _check_filters(config)
+    yield from _check_preferences(config)
     yield from _check_strategy(config.actor_train.strategy_args)
+    yield from _check_zero(config.actor_train)
     if config.actor_train.training_args.decay_all_weights and not config.actor_train.training_args.weight_decay:
         yield ConfigIssue(
             "actor_train.training_args.decay_all_weights",
@@ -49,6 +52,28 @@ def check_effects(config: LearnerConfig, *, group_size: int) -> Iterator[ConfigI
         yield ConfigIssue(
             "actor_train.training_args.num_minibatches",
             f"{num_minibatches} is more than the {num_sequences} trajectories of a step: take at most {num_sequences}",
+        )
+
+
+def check_controller_effect(
+    config: LearnerConfig, *, groups_per_step: int, num_env_groups: int
+) -> Iterator[ConfigIssue]:
+    """Yield bounds of the staleness controller that leave nothing to change."""
+    control = config.staleness_controller
+    if control is None or control.min_staleness < control.max_staleness:
+        return
+    min_groups = groups_per_step if control.min_env_groups is None else control.min_env_groups
+    max_groups = num_env_groups if control.max_env_groups is None else control.max_env_groups
+    if min_groups == max_groups:
+        yield ConfigIssue(
+            "staleness_controller",
+            f"has no effect, because its bounds leave one value each, {control.max_staleness:g} versions and {max_groups} "
+            "groups: leave it out, or widen them",
+        )
+    elif control.staleness_step != type(control).model_fields["staleness_step"].default:
+        yield ConfigIssue(
+            "staleness_controller.staleness_step",
+            f"has no effect with min_staleness and max_staleness of {control.max_staleness:g}: leave it out, or widen them",
         )
 
 
@@ -66,7 +91,7 @@ def _check_unit_ratio(config: LearnerConfig) -> Iterator[ConfigIssue]:
     if config.ratio_type == "sequence-token" or (
         config.ratio_type in ("sequence", "turn") and advantage_is_of_the_episode(config)
     ):
-        equal = f"{config.ratio_type} equals token"
+        equal = f"has no effect: {config.ratio_type} equals token"
         yield ConfigIssue("ratio_type", f"{equal}, because the ratio is 1 with old_logprobs=recompute and {one_step}")
     keys = [
         "pg_clip",
@@ -89,8 +114,8 @@ def _check_selection(config: LearnerConfig, group_size: int) -> Iterator[ConfigI
     if config.zero_variance == "refill" and not config.compares_siblings and not filters:
         yield ConfigIssue(
             "zero_variance",
-            f"refill has no effect: adv_estimator {config.adv_estimator} does not compare the members of a group, so that "
-            "none is without signal. Leave it out, or set difficulty_mask or group_filter_cls",
+            f"has no effect: adv_estimator {config.adv_estimator} does not compare the members of a group, so that none is "
+            "without signal and refill replaces none; leave it out, or set difficulty_mask or group_filter_cls",
         )
     if config.variance_filter_ratio < 1 and group_size < 2:
         yield ConfigIssue(
@@ -115,14 +140,63 @@ def _check_on_policy(config: LearnerConfig) -> Iterator[ConfigIssue]:
     if config.old_logprobs == "loglinear":
         yield ConfigIssue(
             "old_logprobs",
-            "loglinear equals behavior with max_staleness=0, where every token is of the current version: leave it out, or "
-            "raise max_staleness",
+            "has no effect: loglinear equals behavior with max_staleness=0, where every token is of the current version; "
+            "leave it out, or raise max_staleness",
         )
     if config.replay.samples_per_insert is not None and not config.replay.max_staleness:
         yield ConfigIssue(
             "replay.samples_per_insert",
             "replays nothing at a maximum staleness of 0: leave it out, or set replay.max_staleness",
         )
+
+
+def _check_filters(config: LearnerConfig) -> Iterator[ConfigIssue]:
+    """Yield filters that pass no group, or only drop groups that carry no signal anyway."""
+    for tag, query_filter in config.query_filter_config.items():
+        low, high = query_filter.filter_args.threshold_down, query_filter.filter_args.threshold_up
+        if query_filter.type == "mean_filter" and low >= high:
+            yield ConfigIssue(
+                f"query_filter_config.{tag}.filter_args",
+                f"threshold_down {low:g} is not below threshold_up {high:g}, so that no group is trained",
+            )
+    compares_totals = config.adv_estimator not in (*TURN_WISE, *DECOUPLED, *GREEDY_BASELINE)
+    if not config.compares_siblings or not compares_totals or config.reward_shaping.is_on:
+        return
+    for tag, query_filter in config.query_filter_config.items():
+        if query_filter.type == "std_filter" and not query_filter.filter_args.std_threshold:
+            yield ConfigIssue(
+                f"query_filter_config.{tag}",
+                f"has no effect with a std_threshold of 0: groups of equal rewards carry no signal with adv_estimator "
+                f"{config.adv_estimator}; leave it out, or raise filter_args.std_threshold",
+            )
+
+
+def _check_preferences(config: LearnerConfig) -> Iterator[ConfigIssue]:
+    if config.dpo.loss_type == "robust" and not config.dpo.label_smoothing:
+        yield ConfigIssue(
+            "dpo.loss_type",
+            "has no effect: robust without label_smoothing equals sigmoid; set dpo.label_smoothing, or take sigmoid",
+        )
+    if config.replay.sampler == "prioritized" and not config.replay.priority_exponent:
+        yield ConfigIssue(
+            "replay.sampler",
+            "has no effect: prioritized with priority_exponent=0 equals uniform; raise the exponent, or take uniform",
+        )
+
+
+def _check_zero(train: ActorTrainConfig) -> Iterator[ConfigIssue]:
+    """Yield ZeRO settings that `zero_stage` decides, or whose stage is another one."""
+    settings = train.strategy_args.strategy_config.get("zero_optimization")
+    if not isinstance(settings, dict):
+        return
+    stage = train.strategy_args.zero_stage
+    lowest = int(train.model_args.dtype != "float32")  # 16 bits always have a sharded optimizer
+    for key in settings:
+        path = f"actor_train.strategy_args.strategy_config.zero_optimization.{key}"
+        if key == "stage" and settings[key] not in (stage, max(stage, lowest)):
+            yield ConfigIssue(path, f"{settings[key]} disagrees with zero_stage {stage}: set that alone")
+        elif stage != 3 and (key.startswith("stage3_") or key == "offload_param"):
+            yield ConfigIssue(path, f"has no effect with zero_stage={stage}: leave it out, or take zero_stage=3")
 
 
 def _check_strategy(strategy: StrategyArgs) -> Iterator[ConfigIssue]:

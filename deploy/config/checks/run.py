@@ -1,6 +1,7 @@
 """Checks before the start; issues name the remedy."""
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
@@ -26,17 +27,19 @@ from offbeat.deploy.config.checks.rewards import check_rewards, check_rlvr
 from offbeat.deploy.config.checks.sampling import check_sampling
 from offbeat.deploy.config.checks.sglang import check_sglang
 from offbeat.deploy.config.checks.teachers import check_teachers
+from offbeat.deploy.config.checks.unused import check_unused
 from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.ports import LOOPBACK_NAMES
 from offbeat.services.redis.url import address_problem
 from offbeat.services.rollout.config import EnvManagerConfig
 from offbeat.trainer.checks.algorithm import check_algorithm
-from offbeat.trainer.checks.effects import check_effects
 from offbeat.trainer.checks.function_keys import user_functions
 from offbeat.trainer.checks.learner import check_learner, check_staleness_controller
 from offbeat.trainer.config.aliases import ENGINE
 from offbeat.trainer.config.issue import ConfigIssue
+
+logger = logging.getLogger(__name__)
 
 MAX_NAME_BYTES = 255
 """Longest path component."""
@@ -51,15 +54,17 @@ def check_run(
     nodes: Sequence[ClusterNode] | None = None,
     on_step: OnStep = ignore_step,
     trial: bool = True,
+    started: bool = False,
 ) -> list[ConfigIssue]:
     """Return every issue; runs user code (envs, agents, trackers, ...).
 
     cores, nodes: of the machine or cluster; None: detected. on_step: called before user code. trial: as in
-    `check_first_prompts`.
+    `check_first_prompts`. started: of a run that a build has accepted, as with `resume_from_checkpoint`: keys without
+    effect are logged, because later builds find more of them.
     """
     on_step("group_filter_cls, track_with", "import of classes")
     issues = [
-        *_check_static(config, cores, nodes),
+        *_check_static(config, cores, nodes, started=started),
         *check_rows(config, on_step),
         *check_rewards(config, on_step),
         *_check_env(config, on_step),
@@ -85,7 +90,9 @@ def _check_functions(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue
     yield from check_user_functions(config)
 
 
-def _check_static(config: RunConfig, cores: float | None, nodes: Sequence[ClusterNode] | None) -> list[ConfigIssue]:
+def _check_static(
+    config: RunConfig, cores: float | None, nodes: Sequence[ClusterNode] | None, *, started: bool = False
+) -> list[ConfigIssue]:
     if cores is None:
         cores = float(len(os.sched_getaffinity(0)))
     return [
@@ -109,7 +116,17 @@ def _check_static(config: RunConfig, cores: float | None, nodes: Sequence[Cluste
         *check_lora(config),
         *_check_paths_and_addresses(config),
         *_check_tracing(config),
+        *_check_unused(config, started=started or bool(config.resume_from_checkpoint)),
     ]
+
+
+def _check_unused(config: RunConfig, *, started: bool) -> Iterator[ConfigIssue]:
+    issues = check_unused(config)
+    if not started:
+        yield from issues
+        return
+    for issue in issues:
+        logger.warning("%s (accepted, because the run was started with it)", issue)
 
 
 def _check_tracing(config: RunConfig) -> Iterator[ConfigIssue]:
@@ -229,17 +246,9 @@ def _check_cpu(config: RunConfig, cores: float, whose: str) -> Iterator[ConfigIs
 
 def _check_algorithm(config: RunConfig) -> Iterator[ConfigIssue]:
     tags = config.train_env_manager.tags_of(config.custom_envs)
-    envs = [config.custom_envs[tag] for tag in tags if tag in config.custom_envs]
     for tag in config.query_filter_config:
         if tag not in config.custom_envs:
             yield ConfigIssue(f"query_filter_config.{tag}", _no_such_tag(tag, config))
-    one_sequence = all(env.env_manager_cls == "TrajEnvManager" and env.agent_runner is None for env in envs)
-    if config.error_max_len_clip and one_sequence and config.error_max_len_threshold >= config.sequence_length:
-        yield ConfigIssue(
-            "error_max_len_threshold",
-            f"{config.error_max_len_threshold} is never exceeded within a sequence_length of {config.sequence_length}: take "
-            "less, or leave error_max_len_clip out",
-        )
     groups_per_step = config.rollout_batch_size // config.train_env_manager.group_size
     algorithm = (
         ()
@@ -255,8 +264,7 @@ def _check_algorithm(config: RunConfig) -> Iterator[ConfigIssue]:
     controller = check_staleness_controller(
         config, groups_per_step=groups_per_step, num_env_groups=config.train_env_manager.num_env_groups
     )
-    effects = check_effects(config, group_size=config.train_env_manager.group_size)
-    yield from (*algorithm, *effects, *check_learner(config), *controller)
+    yield from (*algorithm, *check_learner(config), *controller)
 
 
 def _check_model(config: RunConfig) -> Iterator[ConfigIssue]:

@@ -8,13 +8,13 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from offbeat.deploy.config.checks.run import check_run
+from offbeat.deploy.config.checks.unused import check_unused
 from offbeat.deploy.config.devices import choose_devices, count_gpus
 from offbeat.deploy.config.errors import collect_issues
 from offbeat.deploy.config.hub import MODEL_KEYS, is_hub_id
 from offbeat.deploy.config.importing.report import Imported, KeyPath, KeyReport, Outcome
 from offbeat.deploy.config.importing.rules import Tree, get, remove
 from offbeat.deploy.config.run import RunConfig
-from offbeat.trainer.checks.effects import check_effects
 from offbeat.trainer.config.aliases import find_keys
 from offbeat.trainer.config.issue import ConfigIssue
 
@@ -43,8 +43,7 @@ def _validate(tree: Tree) -> list[ConfigIssue]:
         config = RunConfig.model_validate_json(json.dumps(tree))
     except ValidationError as error:
         return collect_issues(error, RunConfig)
-    issues = check_effects(config, group_size=config.train_env_manager.group_size)
-    return [issue for issue in issues if _is_dropped(issue, tree)]
+    return [issue for issue in check_unused(config) if _is_dropped(issue, tree)]
 
 
 def _is_dropped(issue: ConfigIssue, tree: Tree) -> bool:

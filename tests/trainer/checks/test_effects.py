@@ -6,11 +6,17 @@ from offbeat.trainer.checks.effects import check_effects
 from offbeat.trainer.config.learner import LearnerConfig
 
 RECOMPUTED = {"adv_estimator": "reinforce", "old_logprobs": "recompute"}
+ZERO = "actor_train.strategy_args.strategy_config.zero_optimization"
 TWO_STEPS = {"actor_train": {"training_args": {"num_minibatches": 2}}}
 
 
 def strategy(**settings: Any) -> dict[str, Any]:
     return {"actor_train": {"strategy_args": {"strategy_config": settings}}}
+
+
+def zero(stage_of_run: int = 0, **settings: Any) -> dict[str, Any]:
+    arguments = {"zero_stage": stage_of_run, "strategy_config": {"zero_optimization": settings}}
+    return {"actor_train": {"strategy_args": arguments}}
 
 
 def paths(settings: dict[str, Any], group_size: int = 4) -> list[str]:
@@ -51,6 +57,16 @@ def test_clips_need_more_than_one_optimizer_step(settings: dict[str, Any], path:
             {"rollout_batch_size": 8, "actor_train": {"training_args": {"num_minibatches": 9}}},
             "actor_train.training_args.num_minibatches",
         ),
+        ({"pipeline": "dpo", "dpo": {"loss_type": "robust"}}, "dpo.loss_type"),
+        ({"replay": {"samples_per_insert": 2.0, "sampler": "prioritized", "priority_exponent": 0.0}}, "replay.sampler"),
+        ({"query_filter_config": {"lake": {"type": "std_filter"}}}, "query_filter_config.lake"),
+        (
+            {"query_filter_config": {"lake": {"type": "mean_filter", "filter_args": {"threshold_down": 1.0}}}},
+            "query_filter_config.lake.filter_args",
+        ),
+        (zero(stage3_max_live_parameters=1), f"{ZERO}.stage3_max_live_parameters"),
+        (zero(offload_param={"device": "cpu"}), f"{ZERO}.offload_param"),
+        (zero(stage=2), f"{ZERO}.stage"),
         (strategy(gradient_clipping=0.5), "actor_train.strategy_args.strategy_config.gradient_clipping"),
         (strategy(zero_optimisation={}), "actor_train.strategy_args.strategy_config.zero_optimisation"),
     ],
@@ -67,7 +83,17 @@ def test_keys_without_effect_are_refused(settings: dict[str, Any], path: str):
         RECOMPUTED | {"pg_variant": "tis", "tis_lower_bound": 1.5},
         {"adv_estimator": "reinforce", "zero_variance": "refill", "difficulty_mask": True},
         {"max_staleness": 0.0, "replay": {"samples_per_insert": 2.0, "max_staleness": 3.0}},
+        {"pipeline": "dpo", "dpo": {"loss_type": "robust", "label_smoothing": 0.1}},
+        {"pipeline": "dpo", "dpo": {"loss_type": "sigmoid"}},
+        {"replay": {"samples_per_insert": 2.0, "sampler": "prioritized"}},
+        {"query_filter_config": {"lake": {"type": "std_filter", "filter_args": {"std_threshold": 0.1}}}},
+        {"query_filter_config": {"lake": {"type": "mean_filter"}}},
+        {"adv_estimator": "reinforce", "query_filter_config": {"lake": {"type": "std_filter"}}},
+        {"adv_estimator": "gigpo", "query_filter_config": {"lake": {"type": "std_filter"}}},
+        {"reward_shaping": {"format_penalty": 1.0}, "query_filter_config": {"lake": {"type": "std_filter"}}},
         strategy(zero_optimization={"reduce_bucket_size": 1000}),
+        zero(stage=0),
+        zero(3, stage=3, stage3_max_live_parameters=1, offload_param={"device": "cpu"}),
         {"pretrain": "/models/qwen", "tiny": {"num_hidden_layers": 3}},  # `offbeat train quickstart pretrain=...`
     ],
 )
@@ -79,6 +105,26 @@ def test_variance_of_groups_of_one_selects_nothing():
     assert paths({"adv_estimator": "reinforce", "variance_filter_ratio": 0.5}, group_size=1) == [
         "variance_filter_ratio"
     ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"pipeline": "dpo", "dpo": {"loss_type": "robust"}}, "robust without label_smoothing equals sigmoid"),
+        ({"query_filter_config": {"lake": {"type": "std_filter"}}}, "no signal with adv_estimator grpo"),
+        (zero(stage3_max_live_parameters=1), "has no effect with zero_stage=0: leave it out, or take zero_stage=3"),
+        (zero(1, stage=2), "2 disagrees with zero_stage 1: set that alone"),
+    ],
+)
+def test_a_refusal_says_what_decides_instead(settings: dict[str, Any], says: str):
+    (issue,) = check_effects(LearnerConfig.model_validate(settings), group_size=4)
+    assert says in issue.message
+
+
+def test_16_bits_are_of_zero_stage_1():
+    half = zero(stage=1)
+    half["actor_train"]["model_args"] = {"dtype": "bfloat16"}
+    assert paths(half) == []
 
 
 def test_unknown_deepspeed_keys_name_the_nearest():

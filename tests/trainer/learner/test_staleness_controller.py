@@ -8,7 +8,9 @@ from pydantic import ValidationError
 
 from offbeat.services.live_settings import Change, Settings
 from offbeat.services.telemetry import Partial
+from offbeat.trainer.checks.effects import check_controller_effect
 from offbeat.trainer.checks.learner import check_staleness_controller
+from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.trainer.config.staleness import StalenessControllerConfig
 from offbeat.trainer.learner.staleness_controller import (
     StalenessController,
@@ -225,6 +227,29 @@ def test_a_run_that_does_not_start_within_the_limits_is_refused(told: dict[str, 
     assert [each.path for each in found] == [path]
     fine = learner_config(max_staleness=1.0, staleness_controller={})
     assert not list(check_staleness_controller(fine, groups_per_step=8, num_env_groups=24))
+
+
+@pytest.mark.parametrize(
+    ("told", "path", "says"),
+    [
+        ({"max_env_groups": 8}, "staleness_controller", "its bounds leave one value each, 1 versions and 8 groups"),
+        ({"staleness_step": 0.5}, "staleness_controller.staleness_step", "min_staleness and max_staleness of 1:"),
+    ],
+)
+def test_limits_that_leave_nothing_to_change_are_refused(told: dict[str, Any], path: str, says: str) -> None:
+    fixed = {"min_staleness": 1.0, "max_staleness": 1.0}
+    groups = told.get("max_env_groups", 24)
+
+    def issues(table: dict[str, Any]) -> list[ConfigIssue]:
+        config = learner_config(max_staleness=1.0, staleness_controller=table)
+        assert not list(check_staleness_controller(config, groups_per_step=8, num_env_groups=groups))
+        return [*check_controller_effect(config, groups_per_step=8, num_env_groups=groups)]
+
+    (issue,) = issues(fixed | told)
+    assert issue.path == path
+    assert says in issue.message
+    assert not issues({"max_staleness": 1.0} | told)
+    assert groups == 8 or not issues(fixed)
 
 
 def test_limits_out_of_order_are_refused() -> None:

@@ -170,7 +170,7 @@ def test_only_sampled_rows_need_an_engine(tmp_path: Path):
 
 
 VLLM = "strategy_args={strategy_name: vllm, placement: service}"
-BY_VLLM = (f"teacher.lake.{VLLM}", "data.val_dataset_name=null", "distill.logits_topk=5")
+BY_VLLM = (f"teacher.lake.{VLLM}", "data.val_dataset_name=null", "eval_steps=0", "distill.logits_topk=5")
 
 
 @pytest.mark.parametrize(

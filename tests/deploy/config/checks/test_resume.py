@@ -1,14 +1,20 @@
-"""A folder that is no checkpoint is refused before the start, with the one to take instead."""
+"""A folder that is no checkpoint is refused before the start, with the one to take instead; keys without effect are not."""
 
 import json
+import logging
+import tarfile
 from pathlib import Path
 
 import pytest
 
 from offbeat.deploy.config.checks.resume import check_resume
+from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import load_run
+from offbeat.deploy.config.validation import check_in_process
 from offbeat.trainer.training.checkpoint import LEARNER, MANIFEST
-from tests.paths import QUICKSTART
+from tests.paths import QUICKSTART, ROOT
+
+OLD_RUN = ROOT / "tests" / "integration" / "data" / "run-0.1.tar.xz"
 
 
 def problem(folder: Path) -> str:
@@ -47,3 +53,41 @@ def test_a_checkpoint_that_is_not_complete_is_refused(tmp_path: Path):
     assert "it holds none" in problem(tmp_path)
     torn.joinpath(LEARNER).unlink()
     assert f"({LEARNER} and {MANIFEST} missing)" in problem(torn)
+
+
+IDLE = (
+    "record_batches=2",
+    "weights.url=/elsewhere",
+    "actor_train.strategy_args.strategy_config.zero_optimization.stage3_max_live_parameters=1",
+    "query_filter_config.FrozenLake={type: mean_filter, filter_args: {threshold_down: 1.0}}",
+)
+
+
+async def test_a_run_that_was_started_with_keys_without_effect_can_be_forked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Builds find more such keys than earlier ones; a new run is refused all of them."""
+    with pytest.raises(ConfigError) as refused:
+        load_run(QUICKSTART, IDLE)
+    idle = [str(issue) for issue in refused.value.issues]
+    assert len(idle) == len(IDLE)
+    checkpoint = save(tmp_path / "step-000004", 1)
+    assert not caplog.records
+    config = load_run(QUICKSTART, [*IDLE, f"resume_from_checkpoint={checkpoint}"])
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warnings == [f"{issue} (accepted, because the run was started with it)" for issue in idle]
+    await check_in_process(config)
+
+
+def test_a_run_of_version_0_1_with_a_key_without_effect_is_accepted(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """It has `record_batches: 2`; version 0.2 keeps 16 batches in any case. The same for reproduction."""
+    with tarfile.open(OLD_RUN) as archive:
+        archive.extractall(tmp_path, filter="data")
+    config = load_run(tmp_path / "config.yaml", ["resume_from_checkpoint=true"])
+    assert config.record_batches == 2
+    assert "record_batches: has no effect" in caplog.text
+    caplog.clear()
+    load_run(tmp_path / "config.yaml", started=True)
+    assert "record_batches: has no effect" in caplog.text
+    with pytest.raises(ConfigError, match=r"^record_batches: has no effect"):
+        load_run(tmp_path / "config.yaml")

@@ -109,6 +109,8 @@ def test_without_a_counterpart_a_key_is_listed_in_the_report_and_the_file(tmp_pa
         ("{dual_clip_loss: true, ppo_epochs: 2}", "dual_clip", 1.4),
         ("{ppo_epochs: 2, use_pg_clip_range: true, pg_clip_low: 0.1}", "pg_clip_low", 0.1),
         ("pg_clip_low: 0.1", "pg_clip_low", None),
+        ("{ratio_type: segment, ppo_epochs: 2}", "ratio_type", "turn"),
+        ("ratio_type: segment", "ratio_type", None),
         ("async_generation_ratio: 1", "max_staleness", 1),
         ("reward_normalization: {grouping: batch, method: identity}", "adv_estimator", "reinforce"),
         ("{adv_estimator: gae, critic: {device_mapping: 'list(range(0,8))'}}", "adv_estimator", "gae"),

@@ -101,6 +101,17 @@ def test_preferences(tmp_path: Path):
     assert config.data.num_train_epochs is None
 
 
+def test_keys_that_another_key_switches_off_are_reported(tmp_path: Path):
+    """TRL takes both as they are."""
+    text = DPO.replace("loss_type: ipo", "loss_type: robust\neval_steps: 7")
+    imported = import_trl(write(tmp_path, "dpo.yaml", text))
+    assert imported.to_do == ()
+    found = statuses(list(imported.keys))
+    assert (found["loss_type"], found["eval_steps"]) == ("no effect", "no effect")
+    config = validate_tree(imported.tree)
+    assert (config.dpo.loss_type, config.eval_steps) == ("sigmoid", 10)
+
+
 def test_grpo_becomes_rlvr(tmp_path: Path):
     tree, reports = translate_trl(write(tmp_path, "grpo.yaml", GRPO))
     assert (tree["pipeline"], tree["rollout_batch_size"], tree["train_env_manager"]) == ("rlvr", 32, {"group_size": 4})

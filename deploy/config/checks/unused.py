@@ -1,0 +1,191 @@
+"""Checks for keys that another key leaves without effect.
+
+Invariant: their values are valid, so a run that was started with them can be read and resumed.
+"""
+
+from collections.abc import Iterator
+
+from pydantic import BaseModel
+
+from offbeat.deploy.config.run import RunConfig
+from offbeat.services.reward.kinds.model_config import LlmJudgeConfig
+from offbeat.services.rollout.config import EnvManagerConfig
+from offbeat.trainer.checks.effects import check_controller_effect, check_effects
+from offbeat.trainer.config.issue import ConfigIssue
+
+SERVED_ONLY = ("queue_timeout_s", "cpus_per_replica")
+"""Of `rewards`, used only by replicas."""
+CALLS = ("max_generation_retry_s", "coalesce_s", "max_turns_per_call")
+"""Of `rollout`, used only by calls of engines."""
+TASKS = ("tags", "num_groups_partition", "task_sampler")
+"""Of `train_env_manager`, used only by tasks of envs."""
+VERDICTS = {"max_score": ("score", "rubric"), "rubric_key": ("rubric",), "compared_key": ("pairwise",)}
+"""Keys of a judge -> verdicts that use them."""
+LEAVE_OUT = "leave it out"
+
+
+def check_unused(config: RunConfig) -> Iterator[ConfigIssue]:
+    yield from check_effects(config, group_size=config.train_env_manager.group_size)
+    yield from check_controller_effect(
+        config, groups_per_step=config.groups_per_step, num_env_groups=config.train_env_manager.num_env_groups
+    )
+    yield from _check_evaluation(config)
+    yield from _check_tags(config)
+    yield from _check_lengths(config)
+    yield from _check_envs(config)
+    yield from _check_slots(config)
+    yield from _check_data_pipeline(config)
+    yield from _check_rewards(config)
+    yield from _check_mesh(config)
+
+
+def changed_keys(table: BaseModel, default: BaseModel) -> Iterator[str]:
+    """Yield the keys, dotted for nested tables, whose values differ."""
+    for name in type(table).model_fields:
+        value, unset = getattr(table, name), getattr(default, name)
+        if value == unset:
+            continue
+        if isinstance(value, BaseModel) and isinstance(unset, BaseModel):
+            yield from (f"{name}.{key}" for key in changed_keys(value, unset))
+        else:
+            yield name
+
+
+def _unused(path: str, reason: str, remedy: str) -> ConfigIssue:
+    return ConfigIssue(path, f"has no effect {reason}: {remedy}")
+
+
+def _check_evaluation(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield keys of evaluation by sampling, and its interval, in runs without any."""
+    has_rows = config.data is not None and config.data.val_dataset_name is not None
+    if config.plays and (has_rows or not config.plays_prompts):
+        return
+    if config.plays:
+        reason, remedy = (
+            f"with pipeline: {config.pipeline} without data.val_dataset_name",
+            "set that, or leave this out",
+        )
+    else:
+        reason = f"with pipeline: {config.pipeline} without custom_envs"
+        remedy = "set them to evaluate by sampling, or leave this out"
+    unset = RunConfig()
+    unset_table = set(changed_keys(config.val_env_manager, unset.val_env_manager))
+    for key in changed_keys(config.val_env_manager, EnvManagerConfig()):  # of a table that is written
+        if key in unset_table:
+            yield _unused(f"val_env_manager.{key}", reason, remedy)
+    keys = ["render_save_dir", "render_episodes"]
+    keys += [] if config.plays else ["val_batch_size", "final_val_batch_size"]  # `check_rlvr` refuses those of prompts
+    for key in keys:
+        if getattr(config, key) != getattr(unset, key):
+            yield _unused(key, reason, remedy)
+    if not has_rows and config.eval_steps not in (0, unset.eval_steps):
+        yield _unused("eval_steps", "without data.val_dataset_name", "set that, take 0, or leave this out")
+
+
+def _check_tags(config: RunConfig) -> Iterator[ConfigIssue]:
+    tags = config.train_env_manager.tags_of(config.custom_envs)
+    for tag in config.query_filter_config:
+        if tag in config.custom_envs and tag not in tags:
+            reason = f"as train_env_manager.tags are {', '.join(tags)}"
+            yield _unused(f"query_filter_config.{tag}", reason, "add the tag, or leave this out")
+
+
+def _check_lengths(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield limits of an episode's tokens that no episode of one sequence reaches."""
+    tags = config.train_env_manager.tags_of(config.custom_envs)
+    envs = [config.custom_envs[tag] for tag in tags if tag in config.custom_envs]
+    if not all(env.env_manager_cls == "TrajEnvManager" and env.agent_runner is None for env in envs):
+        return
+    longest, shaping = config.sequence_length, config.reward_shaping
+    if config.error_max_len_clip and config.error_max_len_threshold >= longest:
+        yield ConfigIssue(
+            "error_max_len_threshold",
+            f"{config.error_max_len_threshold} is never exceeded within a sequence_length of {longest}: take less, or leave "
+            "error_max_len_clip out",
+        )
+    if shaping.overlong_max_length is not None:
+        start = shaping.overlong_max_length - shaping.overlong_buffer
+        if start >= longest:
+            reason = f"as the penalty starts at {start} tokens, and sequence_length is {longest}"
+            yield _unused("reward_shaping.overlong_max_length", reason, "take less, or leave it out")
+
+
+def _check_envs(config: RunConfig) -> Iterator[ConfigIssue]:
+    for tag, env in config.custom_envs.items():
+        key, fields = f"custom_envs.{tag}", type(env).model_fields
+        if env.execution != "process" and env.memory_gib != fields["memory_gib"].default:
+            remedy = "leave it out, or take execution=process"
+            yield _unused(f"{key}.memory_gib", f"with execution={env.execution}", remedy)
+        if env.agent_runner is not None and env.tool_call_parser is not None:
+            remedy = "set agent_runner.tool_call_parser"
+            yield _unused(f"{key}.tool_call_parser", "with agent_runner", remedy)
+    has_threads = any(env.execution == "thread" for env in config.custom_envs.values())
+    if not has_threads and config.rollout.num_threads != type(config.rollout).model_fields["num_threads"].default:
+        yield _unused("rollout.num_threads", "as no env has execution=thread", LEAVE_OUT)
+
+
+def _check_slots(config: RunConfig) -> Iterator[ConfigIssue]:
+    total = config.rollout.max_env_num_per_worker
+    for name in ("train_env_manager", "val_env_manager"):
+        limit = getattr(config, name).max_env_num_per_worker
+        if limit is not None and limit > total:
+            reason = f"above rollout.max_env_num_per_worker, {total}"
+            yield _unused(f"{name}.max_env_num_per_worker", reason, "leave it out, or raise that")
+
+
+def _check_data_pipeline(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield keys of tasks and engines in pipelines whose rows are the tasks."""
+    if not config.reads_data:
+        return
+    unset, reason = RunConfig(), f"with pipeline: {config.pipeline}"
+    for key in TASKS:
+        if getattr(config.train_env_manager, key) != getattr(unset.train_env_manager, key):
+            yield _unused(f"train_env_manager.{key}", reason, LEAVE_OUT)
+    if config.uses_engine:
+        return
+    samples_nothing = f"{reason}, which samples nothing without custom_envs"
+    for key in changed_keys(config.weights, unset.weights):
+        yield _unused(f"weights.{key}", samples_nothing, LEAVE_OUT)
+    for key in CALLS:
+        if getattr(config.rollout, key) != getattr(unset.rollout, key):
+            yield _unused(f"rollout.{key}", samples_nothing, LEAVE_OUT)
+
+
+def _check_rewards(config: RunConfig) -> Iterator[ConfigIssue]:
+    for index, reward in enumerate(config.rewards):
+        fields = type(reward).model_fields
+        for key in SERVED_ONLY if not reward.num_replicas else ():
+            if getattr(reward, key) != fields[key].default:
+                remedy = "leave it out, or take num_replicas above 0"
+                yield _unused(f"rewards.{index}.{key}", "in env workers (num_replicas=0)", remedy)
+        if reward.threshold is not None and reward.weight != fields["weight"].default:
+            reason = "with a threshold, which makes the reward a condition"
+            yield _unused(f"rewards.{index}.weight", reason, "leave one of them out")
+        if isinstance(reward, LlmJudgeConfig):
+            yield from _check_judge(f"rewards.{index}", reward)
+
+
+def _check_judge(path: str, judge: LlmJudgeConfig) -> Iterator[ConfigIssue]:
+    for key, verdicts in VERDICTS.items():
+        if getattr(judge, key) == type(judge).model_fields[key].default:
+            continue
+        if judge.verdict not in verdicts:
+            remedy = f"leave it out, or take {' or '.join(verdicts)}"
+            yield _unused(f"{path}.{key}", f"with verdict: {judge.verdict}", remedy)
+        elif key == "rubric_key" and judge.criteria:
+            yield _unused(f"{path}.{key}", "with criteria", "leave one of them out")
+
+
+def _check_mesh(config: RunConfig) -> Iterator[ConfigIssue]:
+    telemetry, redis = config.telemetry, config.redis
+    if telemetry.otlp_endpoint is None and telemetry.sample_rate != type(telemetry).model_fields["sample_rate"].default:
+        yield _unused("telemetry.sample_rate", "without telemetry.otlp_endpoint", "set that, or leave this out")
+    for key in ("server", "appendfsync"):
+        if redis.url is not None and getattr(redis, key) != type(redis).model_fields[key].default:
+            yield _unused(f"redis.{key}", "with redis.url, a server of its own", "leave one of them out")
+    if config.weights.url is not None and config.weights.transport != "fs":
+        remedy = "leave it out, or take transport=fs"
+        yield _unused("weights.url", f"with weights.transport={config.weights.transport}", remedy)
+    if 0 < config.record_batches <= config.console.keep_steps:
+        reason = f"as console.keep_steps keeps {config.console.keep_steps} steps"
+        yield _unused("record_batches", reason, "leave it out, or take more")
