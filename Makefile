@@ -32,7 +32,7 @@ $(eval $(call pass-on,SSL_CERT_FILE,PIP_CERT))
 ifeq ($(EXTRA)$(UV_FIND_LINKS),cpu)
 TORCH_BACKEND := --torch-backend cpu
 endif
-.PHONY: help setup browser monitoring podman train rlvr test test-fast test-alone test-others test-nightly check test-harbor test-cookbook bench simulate docs site animation clean
+.PHONY: help setup browser monitoring podman train rlvr test test-fast test-alone test-others test-nightly check test-harbor test-cookbook bench simulate docs site animation animation-console clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -157,10 +157,13 @@ docs: $(STAMP) ## generate docs/metrics.md, the schema of configurations, and th
 site: $(STAMP) ## build the documentation site into build/site/html; a dead link fails
 	@$(BIN)/python -m offbeat.deploy.site.build
 
+RECORDED := $(CONFIG) exp_name=recorded output_dir=runs/recorded warm_start.steps=200 val_batch_size=32 final_val_batch_size=64 save_steps=12
 animation: $(STAMP) ## record a short training run in a terminal, as docs/img/train.svg
 	@$(BIN)/uv tool run --quiet --from svgterm==1.1.0 --with 'setuptools<81' svgterm docs/img/train.svg \
-		-g 112x26 -m 1500 -M 400 -D 5000 -c "$(BIN)/offbeat train $(CONFIG) exp_name=recorded output_dir=runs/recorded max_steps=24 \
-		warm_start.steps=200 eval_steps=12 val_batch_size=32 final_val_batch_size=64 save_steps=12"
+		-g 112x26 -m 1500 -M 400 -D 5000 -c "$(BIN)/offbeat train $(RECORDED) max_steps=24 eval_steps=12"
+
+animation-console: $(STAMP) ## record the page over a short training run, as docs/img/console.webp (after make browser)
+	@$(BIN)/python -m tests.browser.animation $(RECORDED) max_steps=48 eval_steps=24
 
 clean: ## remove the environment and caches; runs/ stays
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

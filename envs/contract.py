@@ -1,5 +1,6 @@
 """Env contract, checked by running episodes."""
 
+import functools
 import math
 import random
 import time
@@ -86,6 +87,23 @@ def check_contract(
     return report
 
 
+def digest_episodes(
+    env_type: str,
+    env_config: Mapping[str, JsonValue],
+    *,
+    num_seeds: int = 8,
+    max_turns: int = 20,
+    on_call: Call = lambda _: None,
+) -> str:
+    """Run the episodes of a report's `digest` alone and return it."""
+    runner = _EpisodeRunner(env_type, env_config, max_turns, ContractReport(), on_call)
+    env, digest = runner.make(), blake2b(digest_size=16)
+    for seed in range(num_seeds):
+        digest.update(repr(runner.run_episode(env, seed)).encode())
+    runner.close()
+    return digest.hexdigest()
+
+
 def random_answer(env: TextEnv, rng: np.random.Generator) -> str:
     """Return the env's own, one of its `words`, or a common answer."""
     inner = env.unwrapped
@@ -105,8 +123,14 @@ class _EpisodeRunner:
         self.env_type, self.env_config, self.max_turns, self.report = env_type, env_config, max_turns, report
         self.call_name = ""
         self.total_s = 0.0
+        self.drawn_from: list[str] = []
+        """Global generators that episodes drew from."""
         self._on_call = on_call
         self._envs: list[TextEnv] = []
+
+    @property
+    def num_envs(self) -> int:
+        return len(self._envs)
 
     def make(self, **changes: JsonValue) -> TextEnv:
         env, seconds = self._time("make", lambda: registry.make(self.env_type, {**self.env_config, **changes}))
@@ -134,13 +158,15 @@ class _EpisodeRunner:
 
     def run_episode(self, env: TextEnv, seed: int) -> list[object]:
         """Return observations and rewards for answers determined by `seed`."""
-        rng = np.random.default_rng(seed)
+        rng, before = np.random.default_rng(seed), _global_states()
         transcript: list[object] = [self.reset(env, seed)[0]]
         for _ in range(self.max_turns):
             observation, reward, terminated, truncated, _ = self.step(env, random_answer(env, rng))
             transcript += [observation, float(reward), bool(terminated), bool(truncated)]
             if terminated or truncated:
                 break
+        after = _global_states()
+        self.drawn_from += [name for name in after if after[name] != before[name] and name not in self.drawn_from]
         return transcript
 
     def measure_bytes(self) -> int:
@@ -160,7 +186,22 @@ class _EpisodeRunner:
 
     def close(self, keep: int = 0) -> None:
         while len(self._envs) > keep:
+            self._announce("close")
             self._envs.pop().close()
+
+    def announce_calls(self, env: TextEnv, call_name: str) -> None:
+        """Announce calls that others make of an env, each of which has the time of one call."""
+        for method in ("reset", "step"):
+            setattr(env, method, self._announced(getattr(env, method), call_name))
+        self._announce(call_name)
+
+    def _announced(self, call: Callable[..., Any], call_name: str) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def announced(*arguments: Any, **options: Any) -> Any:
+            self._announce(call_name)
+            return call(*arguments, **options)
+
+        return announced
 
     def _announce(self, call_name: str) -> None:
         self.call_name = call_name
@@ -213,7 +254,7 @@ def _check_gymnasium(runner: _EpisodeRunner, _: int) -> Findings:
             "no observation_space or action_space (gymnasium.spaces.Text): gymnasium's check_env was skipped",
         )
         return
-    runner.call_name = "gymnasium's check_env"
+    runner.announce_calls(env, "gymnasium's check_env")
     with warnings.catch_warnings(record=True) as recorded:
         warnings.simplefilter("always")
         check_env(env, skip_render_check=env.render_mode is None)
@@ -225,8 +266,10 @@ def _check_gymnasium(runner: _EpisodeRunner, _: int) -> Findings:
 def _check_determinism(runner: _EpisodeRunner, num_seeds: int) -> Findings:
     reused, digest = runner.make(), blake2b(digest_size=16)
     first_observations: set[object] = set()
+    num_envs = runner.num_envs
     for seed in range(num_seeds):
         first, second = runner.run_episode(reused, seed), runner.run_episode(runner.make(), seed)
+        runner.close(keep=num_envs)
         digest.update(repr(first).encode())
         first_observations.add(first[0])
         if first != second:
@@ -239,14 +282,9 @@ def _check_determinism(runner: _EpisodeRunner, num_seeds: int) -> Findings:
         yield "advice", f"the first observation of {num_seeds} seeds is the same: does reset use its seed?"
 
 
-def _check_global_generators(runner: _EpisodeRunner, num_seeds: int) -> Findings:
-    env = runner.make()
-    before: dict[str, object] = _global_states()
-    for seed in range(num_seeds):
-        runner.run_episode(env, seed)
-    for name, after in _global_states().items():
-        if before[name] != after:
-            yield "problem", f"an episode drew from the global generator of `{name}`: use self.np_random"
+def _check_global_generators(runner: _EpisodeRunner, _: int) -> Findings:
+    for name in runner.drawn_from:
+        yield "problem", f"an episode drew from the global generator of `{name}`: use self.np_random"
 
 
 def _check_odd_answers(runner: _EpisodeRunner, _: int) -> Findings:

@@ -50,7 +50,13 @@ def check(
     """
     from offbeat.envs.contract_process import check_in_processes
 
-    report = check_in_processes(env, parse_settings(settings), num_seeds=seeds, limit_s=limit_s)
+    report = check_in_processes(
+        env,
+        parse_settings(settings),
+        num_seeds=seeds,
+        limit_s=limit_s,
+        on_progress=lambda text: typer.secho(text, dim=True, err=True),
+    )
     for finding in report.findings:
         colour = typer.colors.RED if finding.severity == "problem" else typer.colors.YELLOW
         typer.secho(f"{finding.severity:8}", fg=colour, nl=False)

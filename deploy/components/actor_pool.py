@@ -47,10 +47,11 @@ class ActorPool(ABC):
         for health in (Health.BROKEN, Health.DEAD, Health.ABSENT, Health.STARTING):
             matching = [observation for observation in observations if observation.health is health]
             if matching:
-                count = f" ({len(matching)} of {len(observations)})" if len(observations) > 1 else ""
+                count = f"{len(matching)} of {len(observations)}" if len(observations) > 1 else ""
                 first = matching[0]
+                detail = f"{first.detail} ({count})" if first.detail and count else first.detail or count
                 # ABSENT also if only some are missing: `ensure` starts those.
-                return Observation(health, f"{first.detail}{count}", first.log, first.incident)
+                return Observation(health, detail, first.log, first.incident)
         return Observation(Health.READY)
 
     async def _observe_one(self, name: str) -> Observation:

@@ -40,8 +40,8 @@ trap '' PIPE
 name=$1 life_s=$2 engine=$3
 shift 2
 folder=$(mktemp -d) && cd "$folder" || exit 1
-"$@" >&2 </dev/null && echo started && timeout "$life_s" cat >/dev/null
-for attempt in 1 2 3; do "$engine" rm --force --volumes "$name" >/dev/null 2>&1 && break; sleep 1; done
+timeout 120 "$@" >&2 </dev/null && echo started && timeout "$life_s" cat >/dev/null
+for attempt in 1 2 3; do timeout 60 "$engine" rm --force --volumes "$name" >/dev/null 2>&1 && break; sleep 1; done
 cd / && rm -rf "$folder"
 """
 """Starts a container; removes it at the end of its input, which the worker holds, or of its time.
@@ -90,7 +90,9 @@ MAX_LINKS = 40
 """Of one path, as in the kernel."""
 LIMITS = """
 for program; do command -v "$program" >/dev/null || echo "no program $program"; done
-for file in /sys/fs/cgroup/memory.max /sys/fs/cgroup/memory/memory.limit_in_bytes; do [ -f $file ] && cat $file; done
+cd /sys/fs/cgroup
+for file in memory.max memory/memory.limit_in_bytes; do [ -f $file ] && echo "memory $(cat $file)"; done
+for file in pids.max pids/pids.max; do [ -f $file ] && echo "processes $(cat $file)"; done
 :
 """
 
@@ -228,7 +230,10 @@ class ContainerShell:
                 timed_out, deadline = True, time.monotonic() + REPLY_TIMEOUT_S
                 self._run('kill -9 "-$1"', pid)
         text = join_output(output.head, output.tail, output.num_dropped, self._limits.max_output_chars)
-        exit_code = -9 if timed_out else process.wait(REPLY_TIMEOUT_S)
+        try:
+            exit_code = -9 if timed_out else process.wait(REPLY_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise ShellError("run: the container does not answer") from None
         return CommandResult(text, exit_code, timed_out, time.monotonic() - start)
 
     def call(self, operation: str, script: str, *arguments: str, data: bytes = b"") -> bytes:
@@ -280,10 +285,12 @@ def _check(image: str | None, runtime: Literal["runsc"] | None, memory_mib: int,
     missing = [line.removeprefix("no program ") for line in lines if line.startswith("no program ")]
     if missing:
         raise IsolationError(f"image {image} lacks {', '.join(missing)}, which its shell needs")
-    if runtime is None and str(memory_mib << 20) not in lines:
+    limited = {"memory": f"memory {memory_mib << 20}", "processes": f"processes {max_processes}"}
+    without = [name for name, line in limited.items() if line not in lines]
+    if runtime is None and without:
         raise IsolationError(
-            f"{shell.image.command[0]} does not limit the memory of containers here: as another user than root it needs "
-            "cgroups v2, delegated to the user"
+            f"{shell.image.command[0]} does not limit {' and '.join(without)} of containers here: its cgroups need these "
+            "controllers, and another user than root needs cgroups v2, delegated to it"
         )
 
 

@@ -54,14 +54,7 @@ def _find(name: str, runtime: str | None) -> Image:
     errors: list[str] = []
     for engine in found:
         command = ("podman", *(("--runtime", runtime) if runtime else ())) if engine == "podman" else ("docker",)
-        result = subprocess.run(
-            [*command, "image", "inspect", name],
-            capture_output=True,
-            text=True,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            timeout=INSPECT_TIMEOUT_S,
-        )
+        result = _ask(*command, "image", "inspect", name)
         if not result.returncode:
             config: dict[str, Any] = json.loads(result.stdout)[0].get("Config") or {}
             env = dict(text.split("=", 1) for text in config.get("Env") or () if "=" in text)
@@ -108,14 +101,7 @@ def seccomp_profile(command: tuple[str, ...]) -> str | None:
     """Return podman's profile without new namespaces and mounts, which docker's refuses anyway; None: the default."""
     if command[0] != "podman":
         return None
-    result = subprocess.run(
-        [*command, "info", "--format", "{{.Host.Security.SECCOMPProfilePath}}"],
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-        timeout=INSPECT_TIMEOUT_S,
-    )
+    result = _ask(*command, "info", "--format", "{{.Host.Security.SECCOMPProfilePath}}")
     path = Path(result.stdout.strip())
     if not path.is_file():
         return None
@@ -139,6 +125,21 @@ def trusted_env(image: Image, folders: Sequence[str]) -> dict[str, str]:
         if entries:
             kept[name] = ":".join(entries)
     return {"PATH": SYSTEM_PATH, **kept}
+
+
+def _ask(*command: str) -> "subprocess.CompletedProcess[str]":
+    """Run podman or docker; raises IsolationError if it does not answer."""
+    try:
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            timeout=INSPECT_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise IsolationError(f"`{' '.join(command)}` did not answer within {INSPECT_TIMEOUT_S:g} s") from error
 
 
 def _is_below(path: str, folders: Sequence[str]) -> bool:

@@ -249,5 +249,6 @@ def _raise_for(response: httpx.Response) -> None:
     try:
         body = ErrorView.model_validate_json(response.content)
     except ValidationError as error:
-        raise RetryableError(f"not the control service: {response.status_code} {response.text[:80]}") from error
+        seen = f"{response.status_code} {response.text[:80]}"
+        raise RetryableError(f"not the control service, or it still starts (`serve status`): {seen}") from error
     raise ControlRefusedError(response.status_code, body)

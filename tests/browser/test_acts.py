@@ -8,6 +8,7 @@ import pytest
 from redis import Redis
 
 from offbeat.services.control.rights import Tokens
+from offbeat.services.control.run import RunState
 from offbeat.services.control.sessions import COOKIE
 from offbeat.services.keys import RunKeys
 from tests.browser.conftest import find_violations, sync_api
@@ -154,6 +155,14 @@ def test_acts_are_accessible_and_the_mesh_lives(control_url: str, page: Any) -> 
     page.request.post(f"{control_url}/runs/lake/pause")
     page.get_by_text('wanted {"wanted":"paused"}').wait_for()
     assert find_violations(page) == []
+
+
+def test_the_frame_follows_the_runs_state(control_url: str, redis_url: str, page: Any) -> None:
+    page.goto(f"{control_url}/ui/#/mesh/lake")
+    page.locator("#state", has_text="running").wait_for()
+    with Redis.from_url(redis_url) as redis:
+        redis.hset(RunKeys("lake").record, "state", RunState.PAUSED)
+    page.locator("#state", has_text="paused").wait_for()
 
 
 def test_curves_are_marked_where_a_component_died_and_recovered(control_url: str, redis_url: str, page: Any) -> None:

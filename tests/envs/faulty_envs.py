@@ -1,8 +1,11 @@
 # ruff: noqa: ARG002 -- the signatures are gymnasium's
 """Envs that each break one rule of the contract."""
 
+import atexit
 import os
 import random
+import subprocess
+import threading
 import time
 
 import gymnasium
@@ -82,6 +85,26 @@ class Hashing(Sound):
 class Hanging(Sound):
     def step(self, action):
         time.sleep(60)
+        return super().step(action)
+
+
+class LeavingAThread(Sound):
+    def __init__(self):
+        threading.Thread(target=time.sleep, args=(60,)).start()
+
+
+class LeavingAProcess(Sound):
+    """One that holds the check's stdout and stderr."""
+
+    def step(self, action):
+        subprocess.Popen(["sleep", "60"])
+        os._exit(4)
+
+
+class Printing(Sound):
+    def step(self, action):
+        os.write(1, b"step\n")
+        atexit.register(print, "the end")
         return super().step(action)
 
 

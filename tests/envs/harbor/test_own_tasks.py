@@ -13,7 +13,7 @@ from offbeat.envs.harbor.trial import TaskTrial
 from offbeat.envs.harbor.vocabulary import solution_commands
 from offbeat.envs.sandbox.shell import ShellLimits
 from tests.envs.harbor.task_folder import TaskFolder, needs_shell
-from tests.envs.sandbox.images import make_image, needs_container
+from tests.envs.sandbox.images import require_image
 
 TASKS = find_tasks(OWN_TASKS)
 
@@ -60,11 +60,10 @@ def test_an_episode_of_the_solutions_commands_succeeds(name: str):
     assert rewards == [0.0] * (len(rewards) - 1) + [1.0]
 
 
-@needs_container
 @pytest.mark.parametrize("name", ["fix-mean", "two-reports", "link-current", "make-executable"])
 def test_a_task_is_solved_in_a_container(name: str):
     (task,) = (task for task in TASKS if task.name == name)
-    ok, text = describe_task(task, solve=True, image=make_image())
+    ok, text = describe_task(task, solve=True, image=require_image())
     assert ok, text
     assert "the solution earns 1, doing nothing 0" in text
 

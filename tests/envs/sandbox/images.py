@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
+import uuid
 from pathlib import Path
 
 import pytest
@@ -22,44 +23,85 @@ PROGRAMS = (
 )
 
 
-def find_podman() -> str | None:
-    return os.environ.get("OFFBEAT_PODMAN") or (str(PODMAN) if PODMAN.exists() else shutil.which("podman"))
-
-
-needs_container = pytest.mark.skipif(
-    find_podman() is None, reason="podman is neither on PATH, nor named by OFFBEAT_PODMAN, nor made by `make podman`"
+OPTIONS = (
+    *("--network=none", "--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges", "--user=0:0"),
+    *("--memory=64m", "--memory-swap=64m", "--pids-limit=16", "--ulimit=nofile=1024:1024", "--ulimit=nproc=4096:4096"),
+    *("--log-driver=none", "--stop-timeout=0", "--tmpfs=/app:rw,exec,nosuid,nodev,size=1m", "--entrypoint=/bin/sh"),
 )
+"""What the kernel must allow podman, to each kind of limit."""
+READ_LIMITS = """
+cat /sys/fs/cgroup/memory.max /sys/fs/cgroup/memory/memory.limit_in_bytes /sys/fs/cgroup/pids.max \
+    /sys/fs/cgroup/pids/pids.max 2>/dev/null
+grep Seccomp: /proc/self/status; ls /sys/class/net; touch /app/x && echo written
+"""
+LIMITS = f"{64 << 20} 16 Seccomp: 2 lo written"
+PROBE_TIMEOUT_S = 120.0
+
+
+def require_image() -> str:
+    """Put podman on PATH and return an image; skip the test where podman can't run containers with limits.
+
+    If OFFBEAT_PODMAN names podman, that fails the test.
+    """
+    reason = _prepare()
+    if reason and os.environ.get("OFFBEAT_PODMAN"):
+        pytest.fail(reason)
+    if reason:
+        pytest.skip(reason)
+    return IMAGE
 
 
 @functools.cache
-def make_image() -> str:
-    """Put podman on PATH and make the image; return its name."""
-    path = find_podman()
-    assert path is not None
+def _prepare() -> str:
+    """Make the image and run a container of it by podman alone; return why that fails here."""
+    path = os.environ.get("OFFBEAT_PODMAN") or (str(PODMAN) if PODMAN.exists() else shutil.which("podman"))
+    if path is None:
+        return "podman is neither on PATH, nor named by OFFBEAT_PODMAN, nor made by `make podman`"
+    if os.geteuid():
+        return "containers are tested as root alone"
+    if missing := [name for name in PROGRAMS if not _find_program(name)]:
+        return f"the image of the tests needs {', '.join(missing)}, which this machine lacks"
     os.environ["PATH"] = f"{Path(path).parent}{os.pathsep}{os.environ['PATH']}"
-    if subprocess.run([path, "image", "exists", IMAGE], check=False).returncode:
-        with tempfile.NamedTemporaryFile(suffix=".tar") as archive:
-            _write_image(Path(archive.name))
-            command = [
-                path,
-                "import",
-                "--change",
-                "ENV PATH=/usr/bin:/opt/own",
-                "--change",
-                "ENV OWN=/opt/own",
-            ]
-            subprocess.run(
-                [*command, "--change", "VOLUME /volume", archive.name, IMAGE], check=True, capture_output=True
-            )
-    return IMAGE
+    name = f"offbeat-probe-{uuid.uuid4().hex}"
+    try:
+        if not _has_image():
+            _import_image()
+        _podman("run", "--detach", "--name", name, *OPTIONS, IMAGE, "-c", "sleep 600")
+        seen = " ".join(_podman("exec", name, "/bin/sh", "-c", READ_LIMITS).split())
+    except (OSError, subprocess.SubprocessError) as error:
+        lines = str(getattr(error, "stderr", None) or error).strip().splitlines()
+        return f"podman does not run containers here: {lines[-1]}"
+    finally:
+        subprocess.run(["podman", "rm", "--force", "--volumes", name], capture_output=True, check=False)
+    return "" if seen == LIMITS else f"podman runs containers without all limits here: {seen!r}, not {LIMITS!r}"
+
+
+def _podman(*arguments: str) -> str:
+    command = ["podman", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=PROBE_TIMEOUT_S).stdout
+
+
+def _has_image() -> bool:
+    return bool(_podman("images", "--quiet", IMAGE))
+
+
+def _import_image() -> None:
+    changes = ("ENV PATH=/usr/bin:/opt/own", "ENV OWN=/opt/own", "VOLUME /volume")
+    with tempfile.NamedTemporaryFile(suffix=".tar") as archive:
+        _write_image(Path(archive.name))
+        _podman("import", *(word for change in changes for word in ("--change", change)), archive.name, IMAGE)
+
+
+def _find_program(name: str) -> str | None:
+    return shutil.which(name, path="/usr/bin:/bin:/usr/sbin:/sbin")
 
 
 def _write_image(path: Path) -> None:
     """Pack programs and their libraries, as `ldd` lists them."""
     files: dict[str, str] = {}
     for name in PROGRAMS:
-        program = shutil.which(name, path="/usr/bin:/bin:/usr/sbin:/sbin")
-        assert program is not None, f"this machine has no {name}"
+        program = _find_program(name)
+        assert program is not None
         files[f"usr/bin/{name}"] = program
         listed = subprocess.run(["ldd", program], capture_output=True, text=True, check=False).stdout
         for library in re.findall(r"(/\S+) \(0x", listed):

@@ -1,13 +1,16 @@
 """Containers: what they refuse, attacks from within, and that none outlives its worker."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from pydantic import ValidationError
 
@@ -16,7 +19,7 @@ from offbeat.envs.sandbox.backend import check_sandbox
 from offbeat.envs.sandbox.container import ContainerShell, resolve
 from offbeat.envs.sandbox.container_engine import Image, find_image, run_command, trusted_env
 from offbeat.envs.sandbox.shell import ShellError, ShellLimits
-from tests.envs.sandbox.images import make_image, needs_container
+from tests.envs.sandbox.images import require_image
 from tests.envs.sandbox.test_shell import bash
 from tests.waiting import wait_until_sync
 
@@ -24,10 +27,11 @@ FOLDERS = ("/app", "/opt", "/tmp")
 
 
 def limits(**values: object) -> ShellLimits:
-    return ShellLimits.model_validate({"image": make_image(), **values})
+    return ShellLimits.model_validate({"image": require_image(), **values})
 
 
 def names() -> list[str]:
+    require_image()
     command = ["podman", "ps", "--all", "--format", "{{.Names}}"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
@@ -78,6 +82,15 @@ def test_without_podman_and_docker_they_are_named(monkeypatch: pytest.MonkeyPatc
         find_image(ShellLimits(image=f"none-{uuid.uuid4().hex}"))
 
 
+def test_an_engine_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "podman").write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+    (tmp_path / "podman").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("offbeat.envs.sandbox.container_engine.INSPECT_TIMEOUT_S", 0.2)
+    with pytest.raises(IsolationError, match=r"`podman image inspect none-.*` did not answer within 0\.2 s"):
+        find_image(ShellLimits(image=f"none-{uuid.uuid4().hex}"))
+
+
 def test_paths_that_a_command_could_fill_are_no_part_of_the_environment():
     env = {"PATH": "/opt/own:/usr/bin", "LD_PRELOAD": "/opt/own/x.so", "A": "b:c"}
     assert trusted_env(Image((), "", env, ()), FOLDERS) == {"PATH": "/usr/bin", "A": "b:c"}
@@ -98,22 +111,19 @@ def test_links_are_followed_as_the_kernel_does():
     assert resolve("/app/l", links) == "/app"
 
 
-@needs_container
 def test_a_missing_image_is_named_with_what_to_do():
-    make_image()
+    require_image()
     with pytest.raises(IsolationError, match=r"image none:1 is not on this machine.*`podman pull none:1`"):
         check_sandbox(ShellLimits(image="none:1"))
 
 
-@needs_container
 def test_a_runtime_that_is_not_installed_is_named():
     with pytest.raises(IsolationError, match="runsc"):
         check_sandbox(limits(runtime="runsc"))
 
 
-@needs_container
 def test_an_image_without_the_programs_is_refused(tmp_path: Path):
-    make_image()
+    require_image()
     (tmp_path / "empty").mkdir()
     name = f"localhost/offbeat-empty:{uuid.uuid4().hex[:8]}"
     subprocess.run(["tar", "-C", tmp_path, "-cf", tmp_path / "x.tar", "empty"], check=True)
@@ -145,7 +155,6 @@ ATTACKS = {
 }
 
 
-@needs_container
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_an_attack_fails(shell: ContainerShell, attack: str):
     shell.kill_processes()
@@ -154,7 +163,6 @@ def test_an_attack_fails(shell: ContainerShell, attack: str):
     assert bash(shell, "echo alive").output == "alive\n"
 
 
-@needs_container
 def test_neither_worker_nor_machine_can_be_seen(shell: ContainerShell, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OFFBEAT_SECRET", "x")
     monkeypatch.setenv("HTTPS_PROXY", "http://user:password@proxy")
@@ -166,13 +174,11 @@ def test_neither_worker_nor_machine_can_be_seen(shell: ContainerShell, monkeypat
     assert bash(shell, "grep -E 'Cap(Prm|Eff|Bnd)' /proc/self/status | grep -v 0000000000000000").output == ""
 
 
-@needs_container
 def test_the_images_own_files_are_there_and_its_volumes_are_bounded(shell: ContainerShell):
     assert bash(shell, "ls /opt").output == "own\n"
     assert "No space left" in bash(shell, "for i in 1 2 3; do head -c 3M /dev/zero > /volume/$i; done").output
 
 
-@needs_container
 def test_replaced_devices_are_noticed():
     shell = ContainerShell(FOLDERS, limits())
     try:
@@ -184,7 +190,6 @@ def test_replaced_devices_are_noticed():
         shell.close()
 
 
-@needs_container
 def test_planted_programs_do_not_serve_the_shell(shell: ContainerShell):
     """The image's PATH names a folder that commands can write."""
     plant = "for name in tar find env rm; do printf '#!/bin/sh\\necho planted\\n' > $name; chmod +x $name; done"
@@ -194,39 +199,45 @@ def test_planted_programs_do_not_serve_the_shell(shell: ContainerShell):
     assert bash(shell, "find /app").output == "/app\n"
 
 
-@needs_container
 def test_the_end_of_its_time_removes_the_container():
-    before = set(names())
     shell = ContainerShell(FOLDERS, limits(timeout_s=2.0))
     bash(shell, "sleep 60", timeout_s=60)
     with pytest.raises(ShellError, match="run: "):
         bash(shell, "true")
-    wait_until_sync(lambda: set(names()) <= before, timeout_s=30)
+    wait_until_sync(lambda: shell._name not in names(), timeout_s=30)
     shell.close()
 
 
 WORKER = """
-import os, sys
+import sys
 from offbeat.envs.sandbox.container import ContainerShell
 from offbeat.envs.sandbox.shell import ShellLimits
 shell = ContainerShell(("/app",), ShellLimits(image=sys.argv[1]))
-print(shell._name, flush=True)
+print("started", flush=True)
 shell.run(("bash", "-c", "setsid sleep 600 & sleep 600"), cwd="/app", env=shell.command_env(), timeout_s=600)
 """
 
 
-@needs_container
+def name_of(worker: int) -> str | None:
+    """Return the name of a worker's container, from the command of its supervisor."""
+    for child in psutil.Process(worker).children():
+        with suppress(psutil.Error):  # it has ended
+            if match := re.search(r"offbeat-[0-9a-f]{32}", " ".join(child.cmdline())):
+                return match[0]
+    return None
+
+
 @pytest.mark.parametrize("moment", ["while it starts", "while a command runs"])
 def test_a_killed_worker_leaves_no_container(moment: str):
-    before = set(names()) if make_image() else set[str]()
-    worker = subprocess.Popen([sys.executable, "-c", WORKER, make_image()], stdout=subprocess.PIPE, text=True)
+    worker = subprocess.Popen([sys.executable, "-c", WORKER, require_image()], stdout=subprocess.PIPE, text=True)
     try:
-        if moment == "while it starts":
-            wait_until_sync(lambda: bool(set(names()) - before), timeout_s=30)
-        else:
+        wait_until_sync(lambda: name_of(worker.pid) is not None, timeout_s=30)
+        name = name_of(worker.pid)
+        wait_until_sync(lambda: name in names(), timeout_s=30)
+        if moment == "while a command runs":
             assert worker.stdout is not None
-            assert worker.stdout.readline().strip() in names()
+            assert worker.stdout.readline() == "started\n"
     finally:
         os.kill(worker.pid, signal.SIGKILL)
         worker.communicate()
-    wait_until_sync(lambda: set(names()) <= before, timeout_s=30)
+    wait_until_sync(lambda: name not in names(), timeout_s=30)

@@ -19,7 +19,7 @@ from offbeat.envs.sandbox.shell import (
     UploadedFile,
     check_shell,
 )
-from tests.envs.sandbox.images import make_image, needs_container
+from tests.envs.sandbox.images import require_image
 from tests.waiting import wait_until_sync
 
 FOLDERS = ("/app", "/tests", "/logs", "/srv", "/tmp")
@@ -29,13 +29,13 @@ needs_shell = pytest.mark.skipif(
 )
 BACKENDS = (
     pytest.param(False, marks=needs_shell, id="kernel"),
-    pytest.param(True, marks=needs_container, id="image"),
+    pytest.param(True, id="image"),
 )
 backends = pytest.mark.parametrize("image", BACKENDS)
 
 
 def limits_of(image: bool, **limits: float) -> ShellLimits:
-    return ShellLimits.model_validate({**limits, **({"image": make_image()} if image else {})})
+    return ShellLimits.model_validate({**limits, **({"image": require_image()} if image else {})})
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
@@ -154,7 +154,8 @@ def test_disk_and_processes_are_limited():
 @backends
 def test_a_shell_outlives_the_thread_that_started_it(image: bool):
     made: list[AnyShell] = []
-    thread = threading.Thread(target=lambda: made.append(open_shell(FOLDERS, limits_of(image))))
+    limits = limits_of(image)
+    thread = threading.Thread(target=lambda: made.append(open_shell(FOLDERS, limits)))
     thread.start()
     thread.join()
     assert bash(made[0], "echo alive").output == "alive\n"

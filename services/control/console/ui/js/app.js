@@ -16,6 +16,7 @@ import * as trajectory from "./trajectory.js";
  * @property {"none" | "read" | "write"} access
  * @property {boolean} isFolder true without a mesh: no events, no acts
  * @property {URLSearchParams} params
+ * @property {(run: any) => void} showState update the frame's state and step
  * @property {(view: string, params?: Record<string, any>, run?: string) => string} link
  * @property {(view: string, params?: Record<string, any>, run?: string) => void} go
  */
@@ -72,7 +73,7 @@ async function render() {
     const isFolder = session.access === "read" && !session.needs_token;
     /** @type {Context} */
     const context = {
-      run, runs, params, access: session.access, isFolder,
+      run, runs, params, access: session.access, isFolder, showState,
       link: (to, more = {}, of = run) => address(of, to, more),
       go: (to, more = {}, of = run) => void (location.hash = address(of, to, more)),
     };
@@ -108,8 +109,13 @@ function showFrame(context, view) {
   byId("views").replaceChildren(...SHOWN.map((name) =>
     h("a", { href: context.link(name), "aria-current": name === current ? "page" : null }, VIEWS[name].title)));
   const run = context.runs.find((each) => each.id === context.run);
-  byId("state").textContent = run ? `${run.state}, step ${Math.max(run.step, 0)} of ${run.max_steps}` : "";
+  showState(run);
   document.title = run ? `${run.id} – Offbeat` : "Offbeat";
+}
+
+/** @param {any} run */
+function showState(run) {
+  byId("state").textContent = run ? `${run.state}, step ${Math.max(run.step, 0)} of ${run.max_steps}` : "";
 }
 
 function loginForm() {

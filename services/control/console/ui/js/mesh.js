@@ -7,6 +7,7 @@ import { lagMap } from "./heatmap.js";
 export const title = "Mesh";
 
 const WHY_INTERVAL_MS = 2000;
+const LAGS_INTERVAL_MS = 10_000;
 const WIDTH = 190;
 const HEIGHT = 84;
 /** @type {Record<string, {x: number, y: number, name: string, component: string}>} */
@@ -124,9 +125,15 @@ export async function show(context, main) {
   if (context.isFolder) return;
   await explain();
   const stop = listen(context.run, {
-    run: (view) => { run = view; draw(); },
+    run: (view) => { run = view; draw(); context.showState(run); },
     history: (event) => events.prepend(h("li", {}, h("time", {}, clock(event.at)), " ", describe(event))),
   }, true);
   const timer = setInterval(() => { if (!document.hidden) explain(); }, WHY_INTERVAL_MS);
-  return () => { stop(); clearInterval(timer); };
+  let mapped = run.step;
+  const follow = setInterval(() => {
+    if (document.hidden || run.step === mapped || lags.matches(":hover, :focus-within")) return;
+    mapped = run.step;
+    lagMap(context, lags);
+  }, LAGS_INTERVAL_MS);
+  return () => { stop(); clearInterval(timer); clearInterval(follow); };
 }
