@@ -71,7 +71,7 @@ class RunKeys:
 
     @property
     def doorbell(self) -> str:
-        """Stream, trimmed: new work, weights or results."""
+        """Stream, trimmed: weights, settings, ends and other events after which any waiting process looks again."""
         return self.key("doorbell")
 
     @property

@@ -107,15 +107,15 @@ class FakeBuffer:
         self.claimed += given
         return given
 
-    async def wait_for_work(self, after: str, timeout_s: float) -> str:
-        self._answer(after)
+    async def wait_for_work(self, worker_id: str, timeout_s: float) -> bool:
+        self._answer(worker_id)
         self._bell.clear()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._bell.wait()
         except TimeoutError:
-            pass
-        return after
+            return False
+        return True
 
     async def heartbeat(self, worker_id: str) -> WorkerOrders:
         self._answer(worker_id)

@@ -49,6 +49,9 @@ PLACES_PER_WORKER = 256
 WORKER_TURN_S = 0.0001
 """CPU of an env worker per turn: .55 ms per trajectory of five turns (`offbeat bench scale`)."""
 HEARTBEATS_PER_S = 2.0
+WORKERS = (1, 16, 64, 256)
+"""That play `IN_PLAY` groups of one episode."""
+IN_PLAY, EPISODE_S = 4, 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,8 @@ class Costs:
     """Of a worker with 256 episodes."""
     report_us: float
     """Of the broker's process and Redis, per replica and pass."""
+    group_us: tuple[float, ...]
+    """Of a group of one episode, by number of workers (`WORKERS`), nearly all of which wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +79,8 @@ class ScaleRow:
     lag: float
     redis_busy: float
     """Share of its core by episodes and heartbeats."""
-    redis_herd: float
-    """Share by workers with free slots that each completed group wakes."""
+    redis_waiting: float
+    """Share by workers with free places that wait for groups to start."""
     worker_busy: float
     broker_pass_s: float
     weights_tb: float
@@ -112,6 +117,7 @@ async def measure_costs(redis: Redis, url: str, folder: Path, tokens: int, group
             empty_claim_us=await _cpu_us(redis, claim_nothing) / 1000,
             heartbeat_us=await _cpu_us(redis, beat) / 100,
             report_us=await _report_us(redis, connection, folder),
+            group_us=tuple([await _group_us(redis, url, workers) for workers in WORKERS]),
         )
 
 
@@ -123,6 +129,34 @@ async def _play(redis: Redis, worker: AsyncRolloutBuffer, load: GroupLoad) -> No
         await asyncio.gather(*results)
         taken = [group for i in range(BATCH) if (group := await asyncio.to_thread(learner.take, 5.0, BATCH - i))]
         await asyncio.to_thread(learner.ack, [group.entry_id for group in taken], 1)
+
+
+async def _group_us(redis: Redis, url: str, workers: int, groups: int = 400) -> float:
+    """Groups of one episode, a few of them in play: most of the workers wait with free places."""
+    redis.flushdb()
+    load = make_load(groups=groups, group_size=1, tokens=256, in_hand=1, batch=1)
+    configure_buffer(redis, RUN, BufferLimits(1, 0, 1, 1e6, IN_PLAY, groups, 3, 3600.0, "train"))
+    redis.hset(RunKeys(RUN).progress, mapping={"version": 0, "step": 0})
+    missing, finished = set(range(groups)), asyncio.Event()
+
+    async def play(name: str) -> None:
+        async with connect_async(url) as connection:
+            buffer = AsyncRolloutBuffer(connection, RUN)
+            while not finished.is_set():
+                tasks = await buffer.claim(name, 2)
+                for task in tasks:
+                    await asyncio.sleep(EPISODE_S)
+                    await buffer.submit(name, task, load.trajectories[task.number][0])
+                    missing.discard(task.number)
+                if not missing:
+                    finished.set()
+                elif not tasks:
+                    await buffer.wait_for_work(name, 1.0)
+
+    async def play_all() -> None:
+        await asyncio.gather(*(play(f"worker-{number}") for number in range(workers)))
+
+    return await _cpu_us(redis, play_all) / groups
 
 
 async def _report_us(redis: Redis, connection: AsyncRedis, folder: Path, replicas: int = 1000) -> float:
@@ -175,7 +209,7 @@ def _row(setup: Setup, outcome: SimulatedRun, costs: Costs, options: argparse.Na
         step_s=outcome.step_s,
         lag=outcome.lag,
         redis_busy=outcome.buffer_busy + beats,
-        redis_herd=rate / GROUP_SIZE * setup.num_workers * costs.empty_claim_us / 1e6,
+        redis_waiting=rate / GROUP_SIZE * (costs.group_us[-1] - costs.group_us[0]) / 1e6,
         worker_busy=outcome.worker_busy,
         broker_pass_s=setup.num_replicas * costs.report_us / 1e6,
         weights_tb=setup.num_replicas * WEIGHTS_GB / 1000,
@@ -202,7 +236,9 @@ def main() -> None:
     with bench_environment() as base:
         measured = measure_costs(base.redis, base.redis_url, base.folder, options.tokens, options.groups)
         costs = asyncio.run(measured)
-    show("CPU, us", tuple(asdict(costs)), [list(asdict(costs).values())])
+    shown = {name: value for name, value in asdict(costs).items() if name != "group_us"}
+    show("CPU, us", tuple(shown), [list(shown.values())])
+    show("group, CPU of Redis, us", ("workers", "us"), list(zip(WORKERS, costs.group_us, strict=True)))
     rows = [simulate(replicas, costs, options) for replicas in options.replicas]
     show("simulated", tuple(asdict(rows[0])), [list(asdict(row).values()) for row in rows])
     if options.json:

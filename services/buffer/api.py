@@ -68,8 +68,8 @@ class RolloutBuffer(Protocol):
         """
         ...
 
-    async def wait_for_work(self, after: str, timeout_s: float) -> str:
-        """Wait for work after a position (`"$"`: now); return the next one."""
+    async def wait_for_work(self, worker_id: str, timeout_s: float) -> bool:
+        """Wait for work that the worker's last claim did not find; return whether there may be some."""
         ...
 
     async def heartbeat(self, worker_id: str) -> WorkerOrders: ...

@@ -162,16 +162,16 @@ class RedisLearnerBuffer:
                 if group is not None:
                     self._hold(group)
                     return group
-                stream, last = self._keys.stream, self._last
+                positions = {self._keys.stream: self._last}
                 if position:  # the awaited group may also end without entering the stream
-                    stream, last = self._keys.doorbell, position
+                    positions[self._keys.doorbell] = position
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 return None
-            self._wait(stream, last, remaining_s)
+            self._wait(positions, remaining_s)
 
     def _take_next(self, num_groups: int) -> tuple[Group | None, str]:
-        """Return the next group, or None and the doorbell position to wait after (empty: the stream)."""
+        """Return the next group, or None and the doorbell position to wait after, too (empty: none)."""
         while True:
             while self._prefetched:
                 group = self._decode_group(self._prefetched.popleft())
@@ -249,7 +249,7 @@ class RedisLearnerBuffer:
             remaining_s = deadline - time.monotonic()
             if trajectories is not None or remaining_s <= 0:
                 return trajectories
-            self._wait(self._keys.doorbell, position, remaining_s)
+            self._wait({self._keys.doorbell: position}, remaining_s)
 
     def forget_eval(self, eval_id: str) -> None:
         self._call("forget_eval", self._epoch, f"e:{eval_id}")
@@ -340,10 +340,11 @@ class RedisLearnerBuffer:
             entries = cast(list[Any], self._redis.xrevrange(self._keys.doorbell, count=1))
         return entries[0][0].decode() if entries else "0-0"
 
-    def _wait(self, stream: str, after: str, timeout_s: float) -> None:
+    def _wait(self, positions: Mapping[str, str], timeout_s: float) -> None:
+        """Wait for an entry after its stream's position."""
         block_ms = max(1, int(min(timeout_s, MAX_BLOCK_S) * 1000))
         with translate_errors():
-            self._redis.xread({stream: after}, count=1, block=block_ms)
+            self._redis.xread(cast(Any, positions), count=1, block=block_ms)
 
 
 class IncarnationWatch(Follower):

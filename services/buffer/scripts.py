@@ -122,6 +122,9 @@ class BufferKeys:
             run.incarnation,
         ]
 
+    def bell(self, worker_id: str) -> str:
+        return f"{self.root}:bell:{worker_id}"
+
 
 class BufferScripts:
     def __init__(self, redis: Redis, run_id: str) -> None:

@@ -43,11 +43,12 @@ class AsyncRolloutBuffer:
         self._run_uid = run_uid
         self._run_id = run_id
         self._run = AsyncBufferScripts(redis, run_id)
-        self._notifications = BufferKeys(run_id).doorbell
+        self._keys = BufferKeys(run_id)
         self._session = uuid.uuid4().hex[:12]
         self._claim_lock = asyncio.Lock()
         self._nonces: dict[str, int] = {}
-        self._position = "0-0"
+        self._positions: dict[str, dict[str, str]] = {}
+        """Worker -> stream that wakes it -> last entry that it knows."""
         self._active: dict[str, dict[str, EpisodeTask]] = {}
         self._submitting: dict[str, dict[str, EpisodeTask]] = {}
         self._incarnation = ""
@@ -60,21 +61,23 @@ class AsyncRolloutBuffer:
             limits = (limit, *(of_kind or ClaimLimits(limit, limit)))
             position, packed = await self._call(worker_id, "claim", worker_id, self._session, nonce, *limits)
             self._nonces[worker_id] += 1
-        self._position = position.decode()
+        self._positions_of(worker_id)[self._keys.doorbell] = position.decode()
         tasks = [self._task(*row) for row in msgpack.unpackb(packed)] if packed else []
         self._active.setdefault(worker_id, {}).update((_token(task), task) for task in tasks)
         return tasks
 
-    async def wait_for_work(self, after: str, timeout_s: float) -> str:
-        """Wait for work; `"$"` is the last claim."""
-        position = self._position if after == "$" else max(after, self._position, key=_stream_position)
+    async def wait_for_work(self, worker_id: str, timeout_s: float) -> bool:
+        positions = self._positions_of(worker_id)
+        block_ms = max(1, int(min(timeout_s, MAX_BLOCK_S) * 1000))
         with translate_errors():
-            return await self._next_notification(position, timeout_s) or position
+            streams = cast(list[Any], await self._redis.xread(cast(Any, positions), block=block_ms) or [])
+        positions.update((name.decode(), entries[-1][0].decode()) for name, entries in streams)
+        return bool(streams)
 
     async def heartbeat(self, worker_id: str) -> WorkerOrders:
         active = dict(self._active.get(worker_id, {}))
-        arguments = [part for token, task in active.items() for part in (token, task.attempt)]
-        draining, *cancelled = await self._call(worker_id, "heartbeat", worker_id, self._session, *arguments)
+        held = (cast(bytes, msgpack.packb(part)) for part in (list(active), [task.attempt for task in active.values()]))
+        draining, *cancelled = await self._call(worker_id, "heartbeat", worker_id, self._session, *held)
         current = self._active.get(worker_id, {})
         tokens = [token for raw in cancelled if current.get(token := raw.decode()) is active[token]]
         return WorkerOrders(cancelled=tuple(current.pop(token) for token in tokens), draining=bool(draining))
@@ -177,16 +180,10 @@ class AsyncRolloutBuffer:
         if current.get(token) == task:
             del current[token]
 
-    async def _next_notification(self, position: str, timeout_s: float) -> str | None:
-        block_ms = max(1, int(min(timeout_s, MAX_BLOCK_S) * 1000))
-        streams = cast(list[Any], await self._redis.xread({self._notifications: position}, block=block_ms) or [])
-        return streams[0][1][-1][0].decode() if streams else None
+    def _positions_of(self, worker_id: str) -> dict[str, str]:
+        streams = (self._keys.doorbell, self._keys.bell(worker_id))
+        return self._positions.setdefault(worker_id, dict.fromkeys(streams, "0-0"))
 
 
 def _token(task: EpisodeTask) -> str:
     return f"{unit_name(task.kind, task.group_id, task.number)}:{task.index}"
-
-
-def _stream_position(entry_id: str) -> tuple[int, int]:
-    milliseconds, _, sequence = entry_id.partition("-")
-    return int(milliseconds), int(sequence or 0)

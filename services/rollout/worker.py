@@ -167,7 +167,7 @@ class EnvWorker:
     # --- chores ---------------------------------------------------------------------------------------------------------
 
     async def _claim(self) -> None:
-        position, work = "$", None
+        work = None
         try:
             while True:
                 await self._may_claim.wait()
@@ -185,21 +185,22 @@ class EnvWorker:
                 if len(tasks) >= free:
                     await self._slots.wait_for_free_slots()
                     continue
-                work = work or asyncio.create_task(self._wait_for_work(position))
+                work = work or asyncio.create_task(self._wait_for_work())
                 if of_kind.is_used_up(tasks, free):
                     await self._wait_for_work_or_slots(work)
                 else:
                     await asyncio.wait({work})
                 if work.done():
-                    position, work = work.result(), None
+                    work.result()
+                    work = None
         finally:
             if work is not None:
                 work.cancel()
 
-    async def _wait_for_work(self, position: str) -> str:
-        return await retry_until_answered(lambda: self._buffer.wait_for_work(position, MAX_IDLE_S))
+    async def _wait_for_work(self) -> None:
+        await retry_until_answered(lambda: self._buffer.wait_for_work(self._worker_id, MAX_IDLE_S))
 
-    async def _wait_for_work_or_slots(self, work: asyncio.Task[str]) -> None:
+    async def _wait_for_work_or_slots(self, work: asyncio.Task[None]) -> None:
         """Wait for work, or for slots of a kind at its limit while others are free."""
         freed = asyncio.create_task(self._slots.wait_for_free_slots())
         try:

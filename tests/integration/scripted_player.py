@@ -72,7 +72,6 @@ async def play_forever(config: RunConfig, redis_url: str, model_folder: Path, st
     buffer = AsyncRolloutBuffer(redis, config.exp_name)
     chat = load_chat_format(model_folder)
     evals = EvalTasks(config, config.seed)
-    position = "$"
     try:
         while not stop.is_set():
             await retry_until_answered(lambda: buffer.heartbeat("scripted"))
@@ -87,7 +86,7 @@ async def play_forever(config: RunConfig, redis_url: str, model_folder: Path, st
                 played = play(config, chat, task, spec, spec.min_version)
                 await retry_until_answered(partial(buffer.submit, "scripted", spec, played))
             if not specs:
-                position = await buffer.wait_for_work(position, 0.2)
+                await buffer.wait_for_work("scripted", 0.2)
     finally:
         await redis.aclose()
 

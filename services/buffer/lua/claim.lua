@@ -75,7 +75,7 @@ local function admit(limits, most, step)
 end
 
 local function claim_new(limits, step, now)
-  local aside, admitted = {}, false
+  local aside = {}
   take_from(QUEUE_EVAL, math.min(limit, limit_eval), step, now, aside)
   local most = math.min(limit, #reply + limit_train)
   -- Given-back members of groups can exist only once weights are published, so `step` is there when it is read.
@@ -83,11 +83,17 @@ local function claim_new(limits, step, now)
   local room = count_admissible(limits, step)
   while #reply < most and room > 0 do
     admit(limits, most, step)
-    room, admitted = room - 1, true
+    room = room - 1
   end
+  local free, is_work_left = most - #reply, room > 0 or redis.call('LLEN', QUEUE_TRAIN) > 0
   call_in_parts(claims, 'HSET', claims_key(worker))
   for i = #aside, 1, -1 do redis.call('LPUSH', aside[i][1], aside[i][2]) end
-  if admitted and redis.call('LLEN', QUEUE_TRAIN) > 0 then ring('admit') end
+  if free > 0 then
+    redis.call('ZADD', IDLE, free, worker)
+  else
+    redis.call('ZREM', IDLE, worker)
+    if is_work_left then wake_one() end
+  end
 end
 
 local function claim_again()

@@ -1,6 +1,6 @@
 -- Record a worker's heartbeat and return which of its episodes are no longer needed.
 --
--- ARGV     1 worker, 2 its session, 3... its episodes: token, attempt, ...
+-- ARGV     1 worker, 2 its session, 3 msgpack of the tokens of its episodes, 4 of their attempts
 -- Returns  {draining 0|1, token ...}: episodes to cancel
 -- Invariant  orders are derived from the claims, so a lost reply is repeated.
 local worker, session = ARGV[1], ARGV[2]
@@ -10,8 +10,12 @@ if limits then
   sweep(limits, now)
   if limits.paused == '1' then orders[1] = 1 end
 end
-for i = 3, #ARGV, 2 do
-  local held = redis.call('HGET', claims_key(worker), ARGV[i])
-  if not held or string.match(held, '^%d+') ~= ARGV[i + 1] then orders[#orders + 1] = ARGV[i] end
+-- Read whole: a lookup in a hash of up to 512 fields scans it.
+local flat, claimed = redis.call('HGETALL', claims_key(worker)), {}
+for i = 1, #flat, 2 do claimed[flat[i]] = flat[i + 1] end
+local tokens, attempts = cmsgpack.unpack(ARGV[3]), cmsgpack.unpack(ARGV[4])
+for i, token in ipairs(tokens) do
+  local claim, attempt = claimed[token], attempts[i] .. ':'
+  if not claim or string.sub(claim, 1, #attempt) ~= attempt then orders[#orders + 1] = token end
 end
 return orders

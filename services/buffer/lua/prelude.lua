@@ -23,6 +23,8 @@
 --   claims:<worker>   hash    token -> attempt:nonce
 --   worker:<worker>   hash    session and nonce of its last claim
 --   workers           zset    worker -> last heartbeat, on the observed clock
+--   idle              zset    worker -> places for members of groups that its last claim left free
+--   bell:<worker>     stream  that it was woken; its last entry
 --   life              stream  events of groups, trimmed
 --   quarantine        list    newest undecodable blobs
 --   sampler           string  state of the task sampler
@@ -50,7 +52,7 @@ local LIMITS, LEDGER, ASSEMBLING = ROOT .. ':limits', ROOT .. ':ledger', ROOT ..
 local STREAM, WORKERS, LIFE, QUARANTINE = ROOT .. ':stream', ROOT .. ':workers', ROOT .. ':life', ROOT .. ':quarantine'
 local QUEUE_TRAIN, QUEUE_EVAL = ROOT .. ':queue:t', ROOT .. ':queue:e'
 local LEARNER = 'learner'
-local SAMPLER, SCORED = ROOT .. ':sampler', ROOT .. ':scored'
+local SAMPLER, SCORED, IDLE = ROOT .. ':sampler', ROOT .. ':scored', ROOT .. ':idle'
 local LIFE_KEPT, BELL_KEPT, REASONS_KEPT = 100000, 128, 64
 local UNPACKED = 1000 -- maximum arguments per command; even, to keep pairs together
 
@@ -58,6 +60,7 @@ local function meta_key(unit) return ROOT .. ':unit:' .. unit end
 local function blobs_key(unit) return ROOT .. ':blobs:' .. unit end
 local function claims_key(worker) return ROOT .. ':claims:' .. worker end
 local function worker_key(worker) return ROOT .. ':worker:' .. worker end
+local function bell_key(worker) return ROOT .. ':bell:' .. worker end
 local function is_group(unit) return string.sub(unit, 1, 1) == 't' end
 local function queue_of(unit) return is_group(unit) and QUEUE_TRAIN or QUEUE_EVAL end
 local function is_baseline(index, members, baselines) return tonumber(index) >= members - (baselines or 0) end
@@ -97,8 +100,16 @@ local function now_ms()
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
--- Wake waiting workers and the learner.
+-- Wake all waiting workers and the learner.
 local function ring(event) redis.call('XADD', DOORBELL, 'MAXLEN', '~', BELL_KEPT, '*', 'e', event) end
+
+-- Wake the idle worker with the most free places; if its claim leaves work, it wakes the next one. A group that starts
+-- costs a few claims, however many workers wait.
+local function wake_one()
+  local worker
+  repeat worker = redis.call('ZPOPMAX', IDLE)[1] until not worker or redis.call('ZSCORE', WORKERS, worker)
+  if worker then redis.call('XADD', bell_key(worker), 'MAXLEN', 1, '*', 'e', 'work') end
+end
 
 -- `i` counts without gaps, so that copies of the stream detect missed events and data loss in Redis.
 local function record(number, event, detail)
@@ -186,7 +197,8 @@ end
 
 local function forget_worker(worker)
   redis.call('ZREM', WORKERS, worker)
-  redis.call('DEL', worker_key(worker))
+  redis.call('ZREM', IDLE, worker)
+  redis.call('DEL', worker_key(worker), bell_key(worker))
 end
 
 -- The limits, or nil before `configure`.

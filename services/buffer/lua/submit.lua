@@ -7,7 +7,7 @@
 --          trajectories that come together are kept as if each had come alone, in their order.
 local worker, trajectories = ARGV[1], cmsgpack.unpack(ARGV[2])
 local UNIT_FIELDS = {'size', 'members', 'done', 'failed', 'version', 'temperature', 'baselines', 'greedy'}
-local results, rung = {}, {}
+local results, completed, evaluated = {}, false, false
 
 -- What is known of a unit and of those of its members that came, which are `rows` of `trajectories`.
 local function read(unit, rows)
@@ -77,7 +77,7 @@ local function enter_stream(known)
   redis.call('ZREM', ASSEMBLING, number)
   redis.call('HINCRBY', LEDGER, 'submitted', 1)
   record(number, 'submitted', known.version)
-  rung.complete = true
+  completed = true
 end
 
 local function write(known)
@@ -89,7 +89,7 @@ local function write(known)
   if known.group then
     call_off_spares(known)
   elseif is_complete(known) then
-    rung.eval = true
+    evaluated = true
   end
 end
 
@@ -110,5 +110,8 @@ for _, unit in ipairs(units) do
   for _, row in ipairs(rows_of[unit]) do results[row] = keep(known, row) end
   write(known)
 end
-for event in pairs(rung) do ring(event) end
+if evaluated then ring('eval') end
+if completed and count_admissible(read_limits(), tonumber(redis.call('HGET', PROGRESS, 'step') or nil)) > 0 then
+  wake_one()
+end
 return cmsgpack.pack(results)

@@ -207,37 +207,45 @@ async def test_distinct_reasons_are_bounded(redis: Redis, async_redis: AsyncRedi
     assert failed["other"] > 30
 
 
+async def has_work(run: Run, worker: str = "w", timeout_s: float = 20) -> bool:
+    return await run.buffer.wait_for_work(worker, timeout_s)
+
+
+async def wait_until_quiet(run: Run, worker: str = "w") -> None:
+    while await has_work(run, worker, 0.01):
+        pass
+
+
 async def test_a_waiting_worker_wakes_when_weights_come(run: Run, redis: Redis):
     tasks = await run.buffer.claim("w", 100)
     assert len(tasks) == 8
-    waiting = asyncio.create_task(run.buffer.wait_for_work("$", 30))
+    waiting = asyncio.create_task(has_work(run))
     await asyncio.sleep(0)
     publish(redis, 1)
-    position = await asyncio.wait_for(waiting, 20)
+    assert await waiting
     assert await run.buffer.claim("w", 100)
-    assert await run.buffer.wait_for_work(position, 0.01) == await run.buffer.wait_for_work("$", 0.01)
+    assert not await has_work(run, timeout_s=0.01)
 
 
 async def test_what_rings_between_a_claim_and_the_wait_is_heard(run: Run, redis: Redis):
     await run.buffer.claim("w", 100)
     publish(redis, 1)
-    position = await asyncio.wait_for(run.buffer.wait_for_work("$", 30), 20)
-    assert position != "0-0"
+    assert await has_work(run)
 
 
-@pytest.mark.parametrize("event", ["complete", "drop", "fail", "requeue", "eval", "resume", "ack", "configure"])
-async def test_each_event_that_can_open_work_rings_the_doorbell(run: Run, event: str):
+@pytest.mark.parametrize("event", ["drop", "fail", "requeue", "eval", "resume", "ack", "configure"])
+async def test_each_event_that_can_open_work_wakes_all_workers(run: Run, event: str):
     tasks = await run.buffer.claim("w", 100)
+    await run.buffer.claim("v", 100)
     await run.submit(tasks[0])
     await run.submit(tasks[1])
     group = run.learner.take(0)
     assert group is not None
     await run.submit(tasks[2])
     await run.watch.set_paused(event == "resume")
-    position = await run.buffer.wait_for_work("$", 0.01)
+    await wait_until_quiet(run, "w")
+    await wait_until_quiet(run, "v")
     match event:
-        case "complete":
-            await run.submit(tasks[3])
         case "drop":
             run.learner.drop(group, "stale")
         case "ack":
@@ -252,7 +260,59 @@ async def test_each_event_that_can_open_work_rings_the_doorbell(run: Run, event:
             await run.watch.set_paused(False)
         case _:
             run.reconfigure(max_staleness=2.0)
-    assert await asyncio.wait_for(run.buffer.wait_for_work(position, 30), 20) != position
+    assert await has_work(run, "w")
+    assert await has_work(run, "v")
+
+
+async def test_a_completed_group_wakes_the_worker_with_the_most_places_and_only_for_a_new_group(
+    redis: Redis, async_redis: AsyncRedis
+):
+    run = Run.begin(redis, async_redis, limits(max_groups_in_flight=2, max_staleness=0.5))
+    tasks = await run.buffer.claim("full", 4)
+    for worker, places in (("few", 2), ("many", 9), ("some", 3)):
+        assert await run.buffer.claim(worker, places) == []
+        await wait_until_quiet(run, worker)
+
+    async def woken(timeout_s: float = 0.01) -> list[str]:
+        return [worker for worker in ("few", "some", "many") if await has_work(run, worker, timeout_s)]
+
+    await run.submit(tasks[0], "full")
+    assert await woken() == []
+    await run.submit(tasks[1], "full")
+    assert await has_work(run, "many")
+    assert await woken() == []
+    assert len(await run.buffer.claim("many", 9)) == 2
+    for task in tasks[2:]:
+        await run.submit(task, "full")
+    assert await woken() == [], "the bound admits three groups"
+
+
+async def test_a_claim_that_leaves_work_wakes_the_next_worker(redis: Redis, async_redis: AsyncRedis):
+    run = Run.begin(redis, async_redis, step=-1)
+    places = {"a": 3, "b": 4, "c": 2}
+    for worker, limit in places.items():
+        assert await run.buffer.claim(worker, limit) == []
+    publish(redis, 0)
+    assert all([await has_work(run, worker) for worker in places]), "weights wake all"
+    assert len(await run.buffer.claim("a", 3)) == 3, "of eight episodes, in groups of two"
+    assert await has_work(run, "b")
+    assert not await has_work(run, "c", 0.01)
+    assert len(await run.buffer.claim("b", 4)) == 4
+    assert await has_work(run, "c")
+    assert len(await run.buffer.claim("c", 2)) == 1
+    assert [await has_work(run, worker, 0.01) for worker in places] == [False] * 3
+
+
+async def test_a_worker_that_left_is_not_woken(redis: Redis, async_redis: AsyncRedis):
+    run = Run.begin(redis, async_redis, step=-1)
+    for worker, places in (("left", 9), ("stays", 1), ("first", 3)):
+        await run.buffer.claim(worker, places)
+    await run.buffer.release("left")
+    publish(redis, 0)
+    await wait_until_quiet(run, "stays")
+    assert len(await run.buffer.claim("first", 3)) == 3
+    assert await has_work(run, "stays")
+    assert run.keys_left("bell:left") == []
 
 
 async def test_limits_may_change_but_not_the_shape_of_a_step(run: Run):

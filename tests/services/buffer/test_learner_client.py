@@ -1,3 +1,4 @@
+import asyncio
 import threading
 
 import msgpack
@@ -5,6 +6,7 @@ import pytest
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
+from offbeat.services.buffer import learner_client
 from offbeat.services.buffer.api import Proof
 from offbeat.services.buffer.learner_client import RedisLearnerBuffer
 from offbeat.services.buffer.scripts import BufferKeys
@@ -63,6 +65,22 @@ async def test_in_order_of_admission_nobody_waits_for_a_group_that_failed(run: R
         tasks = [*await run.buffer.claim("w", 8), *tasks]
     waiting.join(20)
     assert [group and group.number for group in taken] == [1]
+
+
+async def test_in_order_of_admission_the_awaited_group_wakes_the_learner(run: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(learner_client, "MAX_BLOCK_S", 60.0)
+    first, second, *others = await run.buffer.claim("w", 8)
+    for task in others:
+        if task.number == 1:
+            await run.submit(task)
+    learner = run.next_learner(order="admission")
+    await run.submit(first)
+    waiting = asyncio.create_task(asyncio.to_thread(learner.take, 50))
+    await asyncio.wait([waiting], timeout=0.3)  # it blocks in Redis by then
+    await run.submit(second)
+    group = await asyncio.wait_for(waiting, 20)
+    assert group is not None
+    assert group.number == 0
 
 
 async def test_in_order_of_admission_a_learner_that_restarts_gets_the_same_order(run: Run):

@@ -222,6 +222,6 @@ async def test_a_redis_that_stays_away_is_reported_as_retryable(tmp_path: Path):
     with pytest.raises(RetryableError):
         await run.buffer.claim("w", 1)
     with pytest.raises(RetryableError):
-        await run.buffer.wait_for_work("$", 1)
+        await run.buffer.wait_for_work("w", 1)
     await async_client.aclose()
     client.close()
