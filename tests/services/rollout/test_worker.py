@@ -196,7 +196,7 @@ async def test_training_and_evaluation_have_limits_of_their_own(
     seen, play = {"train": 0, "eval": 0, "both": 0}, walker(tokenizer)
 
     def watch(request: Any) -> Any:
-        kinds = [task.kind for task in b.worker._playing]
+        kinds = [task.kind for task in b.buffer.claimed if task not in b.buffer.submitted]
         for kind in EpisodeKind:
             seen[kind.value] = max(seen[kind.value], kinds.count(kind))
         seen["both"] = max(seen["both"], len(kinds))
