@@ -115,7 +115,7 @@ async def test_no_more_episodes_are_played_at_a_time_than_allowed(bench, tokeniz
 
     def watch(request: GenerateRequest) -> tuple[int, ...]:
         nonlocal max_running
-        max_running = max(max_running, b.worker.num_playing)
+        max_running = max(max_running, len(b.buffer.claimed) - len(b.buffer.submitted))
         return walker(tokenizer)(request)
 
     async with bench(
