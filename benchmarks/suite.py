@@ -106,16 +106,12 @@ def _write(options: SuiteOptions, failed: dict[str, str]) -> None:
     measured = {
         name: json.loads(_file(options, name).read_text(encoding="utf-8"))
         for name in options.only
-        if _is_of_this_call(options, name, failed)
+        if name not in failed
     }
     summary = {"build": build(), "quick": options.quick, "failed": failed, "benchmarks": measured}
     (options.folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     (options.folder / PAGE).write_text("\n".join(page(list(measured.values()))) + "\n", encoding="utf-8")
     typer.echo(f"{options.folder / SUMMARY}, {options.folder / PAGE}")
-
-
-def _is_of_this_call(options: SuiteOptions, name: str, failed: dict[str, str]) -> bool:
-    return name not in failed and _file(options, name).exists()
 
 
 def page(results: Sequence[dict[str, Any]]) -> Iterator[str]:

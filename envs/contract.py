@@ -20,6 +20,8 @@ from offbeat.envs.registry import TextEnv
 ODD_ANSWERS = ("", " ", "<answer>", "no such action", "\x00\u00e9\u4e2d\U0001f600", "a " * 2_000)
 """Must be accepted."""
 
+MAX_TURNS = 20
+"""Of an episode."""
 MAX_ENV_BYTES = 1 << 20
 """Above it, data should be shared; a worker holds one env per episode."""
 
@@ -61,7 +63,7 @@ def check_contract(
     env_config: Mapping[str, JsonValue],
     *,
     num_seeds: int = 8,
-    max_turns: int = 20,
+    max_turns: int = MAX_TURNS,
     on_call: Call = lambda _: None,
 ) -> ContractReport:
     """Run an env on `num_seeds` seeds, at most `max_turns` each; report violations."""
@@ -91,12 +93,11 @@ def digest_episodes(
     env_type: str,
     env_config: Mapping[str, JsonValue],
     *,
-    num_seeds: int = 8,
-    max_turns: int = 20,
-    on_call: Call = lambda _: None,
+    num_seeds: int,
+    on_call: Call,
 ) -> str:
     """Run the episodes of a report's `digest` alone and return it."""
-    runner = _EpisodeRunner(env_type, env_config, max_turns, ContractReport(), on_call)
+    runner = _EpisodeRunner(env_type, env_config, MAX_TURNS, ContractReport(), on_call)
     env, digest = runner.make(), blake2b(digest_size=16)
     for seed in range(num_seeds):
         digest.update(repr(runner.run_episode(env, seed)).encode())

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -63,23 +62,24 @@ def _run(request: Mapping[str, object], hash_seed: str, on_progress: Progress) -
         with (
             (folder / "request").open() as stdin,
             (folder / "calls").open("w") as calls,
-            (folder / "errors").open("w") as errors,
+            (folder / "errors").open("w") as stderr,
         ):
             process = subprocess.Popen(
                 [sys.executable, "-m", "offbeat.envs.contract_process"],
                 env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 stdin=stdin,
                 stdout=calls,
-                stderr=errors,
+                stderr=stderr,
             )
         try:
-            while process.poll() is None:
-                with suppress(subprocess.TimeoutExpired):
+            while True:
+                try:
                     process.wait(PROGRESS_INTERVAL_S)
                     break
-                lines = _read_lines(folder / "calls")
-                call = f"{len(lines)} calls, now {lines[-1]}" if lines else "import"
-                on_progress(f"{time.monotonic() - start:.0f} s: {call}")
+                except subprocess.TimeoutExpired:
+                    lines = _read_lines(folder / "calls")
+                    call = f"{len(lines)} calls, now {lines[-1]}" if lines else "import"
+                    on_progress(f"{time.monotonic() - start:.0f} s: {call}")
         finally:
             process.kill()
             process.wait()

@@ -61,15 +61,18 @@ def write_json(path: Path, bench: str, options: Mapping[str, Any], result: Mappi
 @cache
 def build() -> str:
     """Return the version, and in a checkout the commit, `+` if files differ from it."""
-    folder = str(Path(__file__).parent)
+    file = Path(__file__).resolve()
+
+    def git(*command: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(file.parent), *command], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
     try:
-        described = subprocess.run(
-            ["git", "-C", folder, "describe", "--always", "--abbrev=8", "--exclude=*", "--dirty=+"],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
+        git("ls-files", "--error-unmatch", file.name)  # an installation may lie in another project's checkout
+        return f"{offbeat.__version__} {git('describe', '--always', '--abbrev=8', '--exclude=*', '--dirty=+')}"
     except (OSError, subprocess.CalledProcessError):
         return offbeat.__version__
-    return f"{offbeat.__version__} {described.stdout.strip()}"
 
 
 def machine() -> dict[str, Any]:

@@ -132,7 +132,7 @@ async def _play(redis: Redis, worker: AsyncRolloutBuffer, load: GroupLoad) -> No
 
 
 async def _group_us(redis: Redis, url: str, workers: int, groups: int = 400) -> float:
-    """Groups of one episode, a few of them in play: most of the workers wait with free places."""
+    """Measure a group of one episode while a few are in play: most of the workers wait with free places."""
     redis.flushdb()
     load = make_load(groups=groups, group_size=1, tokens=256, in_hand=1, batch=1)
     configure_buffer(redis, RUN, BufferLimits(1, 0, 1, 1e6, IN_PLAY, groups, 3, 3600.0, "train"))
