@@ -1,11 +1,13 @@
 """Env contract, checked by running episodes."""
 
 import functools
+import gc
 import math
 import random
 import time
 import tracemalloc
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -24,6 +26,8 @@ MAX_TURNS = 20
 """Of an episode."""
 MAX_ENV_BYTES = 1 << 20
 """Above it, data should be shared; a worker holds one env per episode."""
+MAX_FRAMES = 64
+"""Of an allocation's traceback; what is allocated deeper is not counted."""
 
 Call = Callable[[str], None]
 """Called before each call, to name a hanging one."""
@@ -170,20 +174,24 @@ class _EpisodeRunner:
         self.drawn_from += [name for name in after if after[name] != before[name] and name not in self.drawn_from]
         return transcript
 
-    def measure_bytes(self) -> int:
-        """Measure an env's memory, untimed."""
+    def measure_memory(self) -> Counter[str]:
+        """Measure, untimed, the bytes that an env holds, by the line that allocated them; other threads' do not count."""
         self._announce("make")
-        tracemalloc.start(1)
+        tracemalloc.start(MAX_FRAMES)
         try:
-            before, _ = tracemalloc.get_traced_memory()
             env = registry.make(self.env_type, self.env_config)
             self._envs.append(env)
             self._announce("reset(seed=1)")
             env.reset(seed=1)
-            after, _ = tracemalloc.get_traced_memory()
+            gc.collect()
+            snapshot = tracemalloc.take_snapshot()
         finally:
             tracemalloc.stop()
-        return max(0, after - before)
+        sizes: Counter[str] = Counter()
+        for trace in snapshot.traces:
+            if any(frame.filename == __file__ for frame in trace.traceback):
+                sizes[str(trace.traceback[-1])] += trace.size
+        return sizes
 
     def close(self, keep: int = 0) -> None:
         while len(self._envs) > keep:
@@ -344,16 +352,14 @@ def _check_seats(runner: _EpisodeRunner, num_seeds: int) -> Findings:
 
 
 def _check_memory(runner: _EpisodeRunner, _: int) -> Findings:
-    size = runner.measure_bytes()
-    if size > MAX_ENV_BYTES:  # what other threads allocate meanwhile counts, too
-        size = min(size, runner.measure_bytes())
-    runner.report.bytes_per_env = size
-    if size > MAX_ENV_BYTES:
-        mib = size / (1 << 20)
+    sizes = runner.measure_memory()
+    runner.report.bytes_per_env = sizes.total()
+    if sizes.total() > MAX_ENV_BYTES:
+        [(line, largest)] = sizes.most_common(1)
         yield (
             "advice",
-            f"each env takes {mib:.1f} MiB, and a worker holds one per episode slot: keep shared data in the class "
-            "or a cache",
+            f"each env takes {_mib(sizes.total())}, of which {_mib(largest)} at {line}, and a worker holds one per "
+            "episode slot: keep shared data in the class or a cache",
         )
 
 
@@ -372,6 +378,10 @@ _CHECKS: dict[str, Callable[[_EpisodeRunner, int], Findings]] = {
 def _global_states() -> dict[str, object]:
     state = np.random.get_state(legacy=False)["state"]
     return {"random": random.getstate(), "numpy.random": (state["key"].tobytes(), int(state["pos"]))}
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):.1f} MiB"
 
 
 def _shorten(value: object) -> str:

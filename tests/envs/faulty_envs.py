@@ -52,6 +52,12 @@ class Heavy(Sound):
         self.table = bytearray(3 << 20)
 
 
+class Slow(Sound):
+    def reset(self, *, seed=None, options=None):
+        time.sleep(0.05)
+        return super().reset(seed=seed)
+
+
 class NotText(Sound):
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)

@@ -1,6 +1,7 @@
 """Contract of all envs, and an env that breaks each rule."""
 
 import re
+import threading
 import time
 from pathlib import Path
 
@@ -72,7 +73,26 @@ def test_a_sound_env_gets_only_advice():
     assert "does reset use its seed" in constant.findings[-1].message
     heavy = check_contract("faulty_envs:Heavy", {})
     assert (heavy.findings[-1].severity, heavy.findings[-1].rule) == ("advice", "memory")
-    assert "each env takes 3.0 MiB" in heavy.findings[-1].message
+    assert re.search(r"each env takes 3\.0 MiB, of which 3\.0 MiB at .*faulty_envs\.py:\d+", heavy.findings[-1].message)
+
+
+def test_memory_allocated_by_other_threads_is_not_counted():
+    kept, end = [], threading.Event()
+
+    def allocate() -> None:
+        while not end.is_set():
+            kept.append(bytearray(1 << 16))
+            time.sleep(1e-4)
+
+    thread = threading.Thread(target=allocate)
+    thread.start()
+    try:
+        report = check_contract("faulty_envs:Slow", {})
+    finally:
+        end.set()
+        thread.join()
+    assert len(kept) > 32, "2 MiB"
+    assert report.bytes_per_env < SMALL
 
 
 @pytest.mark.parametrize(
