@@ -29,7 +29,7 @@ from offbeat.deploy.cli.env import env_app
 from offbeat.deploy.cli.plan import plan
 from offbeat.deploy.cli.play import inspect, play, rollout
 from offbeat.deploy.cli.reward import reward_app
-from offbeat.deploy.cli.runs.app import runs_app
+from offbeat.deploy.cli.runs.app import DEFAULT_TINKER_URL, TinkerKey, TinkerUrl, is_model_id, runs_app
 from offbeat.deploy.cli.tinker import tinker
 from offbeat.deploy.cli.ui import ui
 from offbeat.services.process import uncollected_imports
@@ -161,7 +161,10 @@ def report(
 
 @app.command(rich_help_panel=VERIFY)
 def audit(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's name, or its folder.", show_default=False)],
+    run: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="The run's name, its folder, or a Tinker model's id.", show_default=False),
+    ],
     as_json: Annotated[
         bool, typer.Option("--json", help="Print everything as JSON, including each group's history.")
     ] = False,
@@ -169,15 +172,20 @@ def audit(
         int | None, typer.Option(metavar="N", help="Show the history of one group.", show_default=False)
     ] = None,
     redis: RedisUrl = None,
+    tinker_url: TinkerUrl = DEFAULT_TINKER_URL,
+    tinker_key: TinkerKey = "",
 ) -> None:
-    """Verify that no group was lost or trained twice.
+    """Verify that no group was lost or trained twice; of a Tinker model: no command.
 
     Exit codes: 0 verified, 1 violated, 2 nothing to audit.
     """
     from rich.console import Console
 
     from offbeat.deploy.cli.audit import AuditError, audit_run
+    from offbeat.deploy.cli.runs.models import audit_model
 
+    if is_model_id(run):
+        raise typer.Exit(audit_model(tinker_url, tinker_key, run, as_json=as_json))
     try:
         console = Console(highlight=False, soft_wrap=True)
         code = audit_run(run, console=console, as_json=as_json, group=group, redis_url=redis)

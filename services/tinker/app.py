@@ -14,14 +14,18 @@ from fastapi.responses import JSONResponse, Response
 
 from offbeat.services.errors import RetryableError
 from offbeat.services.tinker.config import TinkerConfig
-from offbeat.services.tinker.errors import TinkerError
+from offbeat.services.tinker.errors import NotFoundError, TinkerError
 from offbeat.services.tinker.exposition import expose
 from offbeat.services.tinker.listings import TinkerListings
 from offbeat.services.tinker.owners import Keys
+from offbeat.services.tinker.refused_routes import NO_PROJECTS, add_refused
 from offbeat.services.tinker.schemas import (
     CheckpointBody,
+    CopyWeightsBody,
     CreateModelBody,
     CreateSamplerBody,
+    CreateSessionBody,
+    ExternalWeightsBody,
     FutureBody,
     LoadWeightsBody,
     ModelBody,
@@ -30,8 +34,9 @@ from offbeat.services.tinker.schemas import (
     SamplerWeightsBody,
     SaveWeightsBody,
     SessionBody,
+    TtlBody,
 )
-from offbeat.services.tinker.service import TinkerService
+from offbeat.services.tinker.service import NO_TOKENS, TinkerService
 from offbeat.services.tinker.wire import decode_sample_response
 
 PROTOBUF = "application/x-protobuf"
@@ -60,6 +65,7 @@ Listings = Annotated[TinkerListings, Depends(_listings)]
 Owner = Annotated[str, Depends(_owner)]
 
 router = APIRouter(prefix="/api/v1")
+add_refused(router, Depends(_owner))
 
 
 def create_app(service: TinkerService, keys: Keys, config: TinkerConfig) -> FastAPI:
@@ -125,8 +131,9 @@ async def get_server_capabilities(_: Owner, service: Service) -> Json:
 
 
 @router.post("/create_session")
-async def create_session(owner: Owner, service: Service) -> Json:
-    return {"type": "create_session", "session_id": await service.records.create_session(owner)}
+async def create_session(owner: Owner, service: Service, body: CreateSessionBody) -> Json:
+    session_id = await service.records.create_session(owner, body.user_metadata, body.display_name)
+    return {"type": "create_session", "session_id": session_id}
 
 
 @router.post("/session_heartbeat")
@@ -191,6 +198,26 @@ async def save_weights_for_sampler(owner: Owner, service: Service, body: Sampler
     return _future(await service.save_weights_for_sampler(owner, body))
 
 
+@router.post("/save_weights_external")
+async def save_weights_external(owner: Owner, service: Service, body: ExternalWeightsBody) -> Json:
+    """Refuse the command in its place."""
+    return _future(await service.save_weights_external(owner, body))
+
+
+@router.post("/copy_weights")
+async def copy_weights(
+    owner: Owner,
+    service: Service,
+    body: CopyWeightsBody,
+    x_idempotency_key: Annotated[str, Header(max_length=1000)] = "",
+    x_tinker_weights_access_token: Annotated[str, Header()] = "",
+) -> Json:
+    try:
+        return {"tinker_path": await service.checkpoints.copy(owner, body, x_idempotency_key)}
+    except NotFoundError as error:
+        raise NotFoundError(NO_TOKENS if x_tinker_weights_access_token else str(error)) from None
+
+
 @router.post("/create_sampling_session")
 async def create_sampling_session(owner: Owner, service: Service, body: CreateSamplerBody) -> Json:
     return {"type": "create_sampling_session", "sampling_session_id": await service.create_sampler(owner, body)}
@@ -245,7 +272,11 @@ async def session(owner: Owner, listings: Listings, session_id: str) -> Json:
 
 
 @router.get("/training_runs")
-async def training_runs(owner: Owner, listings: Listings, offset: Offset = 0, limit: Limit = 20) -> Json:
+async def training_runs(
+    owner: Owner, listings: Listings, offset: Offset = 0, limit: Limit = 20, project_id: str | None = None
+) -> Json:
+    if project_id is not None:
+        raise TinkerError(f"project_id: {NO_PROJECTS}")
     return await listings.training_runs(owner, offset, limit)
 
 
@@ -265,6 +296,18 @@ async def metrics(owner: Owner, listings: Listings, model_id: str) -> Json:
     return await listings.metrics(owner, model_id)
 
 
+@router.get("/training_runs/{model_id}/samples")
+async def samples(owner: Owner, listings: Listings, model_id: str) -> Json:
+    """Return what was sampled from a model, by version; not called by the SDK."""
+    return await listings.samples(owner, model_id)
+
+
+@router.get("/training_runs/{model_id}/audit")
+async def audit(owner: Owner, listings: Listings, model_id: str) -> Json:
+    """Verify that each acknowledged command is in the weights once; not called by the SDK."""
+    return await listings.audit(owner, model_id)
+
+
 @router.get("/training_runs/{model_id}/why")
 async def why(owner: Owner, listings: Listings, model_id: str) -> Json:
     """Return what a model waits for; not called by the SDK."""
@@ -279,9 +322,20 @@ async def prometheus(owner: Owner, service: Service, accept: Annotated[str, Head
 
 
 @router.delete("/training_runs/{model_id}/checkpoints/{checkpoint_id:path}")
-async def delete_checkpoint(owner: Owner, listings: Listings, model_id: str, checkpoint_id: str) -> Json:
-    await listings.delete_checkpoint(owner, model_id, checkpoint_id)
+async def delete_checkpoint(owner: Owner, service: Service, model_id: str, checkpoint_id: str) -> Json:
+    await service.checkpoints.delete(owner, f"tinker://{model_id}/{checkpoint_id}")
     return {}
+
+
+@router.put("/training_runs/{model_id}/checkpoints/{checkpoint_id:path}/ttl")
+async def set_checkpoint_ttl(owner: Owner, service: Service, model_id: str, checkpoint_id: str, body: TtlBody) -> Json:
+    await service.checkpoints.set_ttl(owner, f"tinker://{model_id}/{checkpoint_id}", body.ttl_seconds)
+    return {}
+
+
+@router.get("/billing/usage/checkpoints/current")
+async def storage(owner: Owner, listings: Listings) -> Json:
+    return await listings.storage(owner)
 
 
 @router.get("/checkpoints")

@@ -62,6 +62,11 @@ class TinkerKeys:
         return self.key("checkpoint_sizes", owner)
 
     @property
+    def discarded_folders(self) -> str:
+        """Set: folders of deleted checkpoints, until they are removed."""
+        return self.key("discarded_folders")
+
+    @property
     def inflight(self) -> str:
         """Hash: model id -> `AdapterVersion` of inflight samplers."""
         return self.key("inflight")
@@ -79,6 +84,14 @@ class TinkerKeys:
     def metrics(self, model_id: str) -> str:
         """Hash: sequence id of an optimizer step -> `StepMetrics`."""
         return self.key("metrics", model_id)
+
+    def applied_commands(self, model_id: str) -> str:
+        """Hash: sequence id -> `AppliedCommand`."""
+        return self.key("applied_commands", model_id)
+
+    def samples(self, model_id: str) -> str:
+        """Hash: version:`sequences` or version:`tokens` -> number sampled."""
+        return self.key("samples", model_id)
 
     @property
     def newest_steps(self) -> str:

@@ -1,13 +1,12 @@
-import shutil
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from offbeat.services.tinker.errors import NotFoundError
+from offbeat.services.tinker.audit import Evidence, find_problems
 from offbeat.services.tinker.records import SEGMENTS, CheckpointRecord, ModelRecord, SamplerRecord, Session, StepMetrics
 from offbeat.services.tinker.service import TinkerService
 
@@ -26,12 +25,14 @@ class TinkerListings:
         return {"sessions": [name for _, name in own][offset : offset + limit]}
 
     async def session(self, owner: str, session_id: str) -> Json:
-        await self._records.session(owner, session_id)
+        record = await self._records.session(owner, session_id)
         models = await self._store.all(self._store.keys.models, ModelRecord)
         samplers = await self._store.all(self._store.keys.samplers, SamplerRecord)
         return {
             "training_run_ids": sorted(name for name, each in models.items() if each.session_id == session_id),
             "sampler_ids": sorted(name for name in samplers if name.startswith(f"{session_id}:")),
+            "user_metadata": {k: str(v) for k, v in (record.user_metadata or {}).items()} or None,
+            "display_name": record.display_name,
         }
 
     async def training_runs(self, owner: str, offset: int, limit: int) -> Json:
@@ -67,6 +68,39 @@ class TinkerListings:
             ]
         }
 
+    async def samples(self, owner: str, model_id: str) -> Json:
+        """Return what was sampled from a model, by version; raises NotFoundError."""
+        await self._records.model(owner, model_id)
+        numbers = await self._store.samples(model_id)
+        return {"versions": [{"version": version, **each} for version, each in numbers.items()]}
+
+    async def audit(self, owner: str, model_id: str) -> Json:
+        """Audit a model's commands; raises NotFoundError."""
+        await self._records.model(owner, model_id)
+        sampled = frozenset(await self._store.samples(model_id))
+        checkpoints = await self._records.checkpoints(owner)
+        steps = await self._store.all(self._store.keys.metrics(model_id), StepMetrics)
+        commands = await self._store.applied_commands(model_id)
+        applied, _ = await self._store.queued(model_id)
+        evidence = Evidence(
+            applied,
+            {seq_id: each for seq_id, each in commands.items() if seq_id <= applied},
+            {int(seq_id): each for seq_id, each in steps.items()},
+            {path: each for path, each in checkpoints.items() if each.model_id == model_id},
+            sampled,
+        )
+        problems = await asyncio.to_thread(find_problems, evidence)
+        refused = sum(each.is_refused for each in evidence.commands.values())
+        return {
+            "model_id": model_id,
+            "proven": not problems,
+            "problems": problems,
+            "applied": applied,
+            "refused": refused,
+            "optimizer_steps": len(evidence.steps),
+            "checkpoints": len(evidence.checkpoints),
+        }
+
     async def why(self, owner: str, model_id: str) -> Json:
         """Return what a model waits for; raises NotFoundError."""
         await self._records.model(owner, model_id)
@@ -83,12 +117,28 @@ class TinkerListings:
 
     async def _learner_activity(self, model_id: str) -> str:
         activity = await self._store.activity()
-        if activity is None or await self._store.is_applied(activity.model_id, activity.seq_id):
+        commands = activity.commands if activity is not None else {}
+        running = {name: each for name, each in commands.items() if not await self._store.is_applied(name, each)}
+        if activity is None or not running:
             return "it has not taken up the next command; if this persists, it is starting"
-        seconds = time.time() - activity.since
-        if activity.model_id == model_id:
-            return f"it has been applying command {activity.seq_id} for {seconds:.1f} s"
-        return f"it has been applying a command of another model for {seconds:.1f} s; models take turns"
+        seconds = f"for {time.time() - activity.since:.1f} s"
+        if model_id in running:
+            others = len(commands) - 1
+            shared = f", in a pass with those of {others} other model{'s' if others > 1 else ''}" if others else ""
+            return f"it has been applying command {running[model_id]} {seconds}{shared}"
+        if len(commands) > 1:
+            return f"it has been applying commands of {len(commands)} other models {seconds}; models take turns"
+        return f"it has been applying a command of another model {seconds}; models take turns"
+
+    async def storage(self, owner: str) -> Json:
+        """Return number and size of the owner's checkpoints."""
+        sizes = [each.size_bytes for each in (await self._records.checkpoints(owner)).values()]
+        used = {
+            "checkpoint_count": len(sizes),
+            "size_bytes": sum(sizes),
+            "size_gigabytes": sum(sizes) / 1e9,
+        }
+        return {"data": [used] if sizes else []}
 
     async def weights_info(self, owner: str, path: str) -> Json:
         lora = (await self._records.checkpoint(owner, path)).lora
@@ -100,14 +150,6 @@ class TinkerListings:
             "train_mlp": lora.train_mlp,
             "train_unembed": lora.train_unembed,
         }
-
-    async def delete_checkpoint(self, owner: str, model_id: str, checkpoint_id: str) -> None:
-        """Delete a checkpoint; commands that would load it fail. Raises NotFoundError."""
-        path = f"tinker://{model_id}/{checkpoint_id}"
-        record = await self._records.checkpoint(owner, path)
-        if not await self._store.remove_checkpoint(owner, path):
-            raise NotFoundError(f"there is no checkpoint {path}")
-        shutil.rmtree(Path(record.adapter.folder), ignore_errors=True)
 
     def _training_run(self, model_id: str, record: ModelRecord, checkpoints: Mapping[str, CheckpointRecord]) -> Json:
         of_model = {path: each for path, each in checkpoints.items() if each.model_id == model_id}
@@ -139,6 +181,7 @@ def _newest_first(checkpoints: Mapping[str, CheckpointRecord]) -> Sequence[Json]
             "tinker_path": path,
             "size_bytes": checkpoints[path].size_bytes,
             "user_metadata": checkpoints[path].user_metadata,
+            "expires_at": None if (at := checkpoints[path].expires_at) is None else _time(at),
         }
         for path in paths
     ]

@@ -5,7 +5,7 @@ until a state on disk contains it; a superseded learner commits nothing.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,9 +76,15 @@ class CommandLog:
         """Return a command, if it has come, and let others see that it is applied now."""
         data = self.command(model_id, seq_id)
         if data is not None:
-            activity = LearnerActivity(model_id=model_id, seq_id=seq_id, since=time.time())
-            self._redis.set(self.keys.activity, activity.encode())
+            self.report(model_id, seq_id)
         return data
+
+    def report(self, model_id: str, seq_id: int, shared_with: Mapping[str, int] | None = None) -> None:
+        """Let others see what is applied now. shared_with: other models' commands in the same pass."""
+        activity = LearnerActivity(
+            model_id=model_id, seq_id=seq_id, since=time.time(), shared_with=dict(shared_with or {})
+        )
+        self._redis.set(self.keys.activity, activity.encode())
 
     def applied(self, model_id: str) -> int:
         """Return the last command whose result is stored. -1: none"""

@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from offbeat.services.tinker.errors import GoneError, NotFoundError
-from offbeat.services.tinker.records import CheckpointRecord, ModelRecord, SamplerRecord, Session
+from offbeat.services.tinker.records import CheckpointRecord, Metadata, ModelRecord, SamplerRecord, Session
 from offbeat.services.tinker.store import TinkerStore
 
 OwnedT = TypeVar("OwnedT", Session, ModelRecord, SamplerRecord)
@@ -20,9 +20,12 @@ class OwnedRecords:
     def __init__(self, store: TinkerStore) -> None:
         self._store = store
 
-    async def create_session(self, owner: str) -> str:
+    async def create_session(
+        self, owner: str, user_metadata: Metadata | None = None, display_name: str | None = None
+    ) -> str:
         session_id = str(uuid.uuid4())
-        await self._store.put(self._store.keys.sessions, session_id, Session(owner=owner, created_at=time.time()))
+        session = Session(owner=owner, created_at=time.time(), user_metadata=user_metadata, display_name=display_name)
+        await self._store.put(self._store.keys.sessions, session_id, session)
         await self._store.beat(session_id)
         return session_id
 
@@ -59,10 +62,10 @@ class OwnedRecords:
         return {name: each for name, each in models.items() if each.owner == owner}
 
     async def checkpoints(self, owner: str) -> dict[str, CheckpointRecord]:
-        """Return the owner's checkpoints, by path."""
-        own = await self.models(owner)
+        """Return the owner's checkpoints that have not expired, by path."""
+        own, now = await self.models(owner), time.time()
         checkpoints = await self._store.all(self._store.keys.checkpoints, CheckpointRecord)
-        return {path: each for path, each in checkpoints.items() if each.model_id in own}
+        return {path: each for path, each in checkpoints.items() if each.model_id in own and not each.is_expired(now)}
 
     async def model(self, owner: str, model_id: str) -> ModelRecord:
         """Raises NotFoundError."""
@@ -72,7 +75,7 @@ class OwnedRecords:
     async def checkpoint(self, owner: str, path: str) -> CheckpointRecord:
         """Raises NotFoundError."""
         record = await self._store.find(self._store.keys.checkpoints, path, CheckpointRecord)
-        if record is None:
+        if record is None or record.is_expired(time.time()):
             raise NotFoundError(f"there is no checkpoint {path}")
         try:
             await self.model(owner, record.model_id)

@@ -19,6 +19,8 @@ class Session(StoredRecord, frozen=True, kw_only=True):
     owner: str
     created_at: float
     is_finished: bool = False
+    user_metadata: Metadata | None = None
+    display_name: str | None = None
 
 
 class Lora(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +57,22 @@ class StepMetrics(StoredRecord, frozen=True, kw_only=True):
     learning_rate: float
 
 
+class AppliedCommand(StoredRecord, frozen=True, kw_only=True):
+    """What an applied command has left."""
+
+    kind: str
+    """Tag of the command."""
+    at: float
+    """Unix time."""
+    version: int | None
+    """Of the weights. None: not known, since the model was not in memory."""
+    num_sequences: int = 0
+    """In the gradient."""
+    num_added: int = 0
+    """Sequences that the command has added to it."""
+    is_refused: bool = False
+
+
 class LearnerActivity(StoredRecord, frozen=True, kw_only=True):
     """Command that the learner has taken up last."""
 
@@ -62,6 +80,13 @@ class LearnerActivity(StoredRecord, frozen=True, kw_only=True):
     seq_id: int
     since: float
     """Unix time."""
+    shared_with: dict[str, int] = {}
+    """Other models' commands in the same pass: sequence id by model."""
+
+    @property
+    def commands(self) -> dict[str, int]:
+        """Sequence id by model."""
+        return {self.model_id: self.seq_id, **self.shared_with}
 
 
 class SharedPass(StoredRecord, frozen=True, kw_only=True):
@@ -84,12 +109,19 @@ class CheckpointRecord(StoredRecord, frozen=True, kw_only=True):
     lora: Lora
     size_bytes: int = 0
     user_metadata: dict[str, str] | None = None
+    expires_at: float | None = None
+    """Unix time. None: never."""
+
+    def is_expired(self, now: float) -> bool:
+        return self.expires_at is not None and self.expires_at <= now
 
 
 class SamplerRecord(StoredRecord, frozen=True, kw_only=True):
     """Sampling session of the base model, of an adapter, or of a model's newest inflight weights."""
 
     owner: str
+    model_id: str | None = None
+    """None: base model, or of an earlier build."""
     model_path: str | None = None
     adapter: AdapterVersion | None = None
     inflight_model_id: str | None = None
@@ -129,6 +161,8 @@ class SaveWeights(msgspec.Struct, frozen=True, tag="save_weights"):
     kind: CheckpointKind = "training"
     should_overwrite: bool = False
     user_metadata: dict[str, str] | None = None
+    ttl_seconds: int | None = None
+    """Since the command is applied. None: never expires."""
 
 
 class PublishSampler(msgspec.Struct, frozen=True, tag="publish_sampler"):
@@ -146,6 +180,11 @@ class RefusedCommand(msgspec.Struct, frozen=True, tag="refused"):
 
 Command = CreateModel | ForwardBackwardCommand | OptimStep | SaveWeights | LoadWeights | PublishSampler | RefusedCommand
 _COMMANDS = msgspec.msgpack.Decoder(Command)
+
+
+def kind_of(command: Command) -> str:
+    """Return a command's tag."""
+    return str(type(command).__struct_config__.tag)
 
 
 def encode_command(command: Command) -> bytes:

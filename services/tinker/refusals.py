@@ -2,9 +2,11 @@
 
 from pydantic import TypeAdapter, ValidationError
 
+from offbeat.services.tinker.errors import TinkerError
 from offbeat.services.tinker.records import OptimStep, RefusedCommand
 from offbeat.services.tinker.schemas import AdamBody, Name
 
+MAX_TTL_S = 10 * 365 * 24 * 3600
 NAME: TypeAdapter[str] = TypeAdapter(Name)
 
 
@@ -16,6 +18,18 @@ def refuse_name(name: str) -> RefusedCommand | None:
             f"a checkpoint can't be called {name[:200]!r}: take up to 128 letters, digits and . _ - + ="
         )
     return None
+
+
+def refuse_ttl(ttl_seconds: int | None) -> RefusedCommand | None:
+    if ttl_seconds is None or 1 <= ttl_seconds <= MAX_TTL_S:
+        return None
+    return RefusedCommand(f"ttl_seconds: {ttl_seconds}: 1 to {MAX_TTL_S} (ten years) are possible, or none: no expiry")
+
+
+def check_ttl(ttl_seconds: int | None) -> None:
+    """Raise TinkerError unless it is possible."""
+    if (refused := refuse_ttl(ttl_seconds)) is not None:
+        raise TinkerError(refused.error)
 
 
 def read_adam(params: dict[str, object]) -> OptimStep | RefusedCommand:

@@ -30,6 +30,11 @@ class OptimizerBody(Body):
     type: str = "adamw"
 
 
+class CreateSessionBody(Body):
+    user_metadata: Metadata | None = None
+    display_name: str | None = Field(default=None, max_length=1000)
+
+
 class SessionBody(Body):
     session_id: Id
 
@@ -70,6 +75,7 @@ class SaveWeightsBody(Body):
     path: str | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
+    ttl_seconds: int | None = None
 
 
 class SamplerWeightsBody(SaveWeightsBody):
@@ -80,6 +86,9 @@ class SamplerWeightsBody(SaveWeightsBody):
 class LoadWeightsBody(Body):
     path: Id
     optimizer: bool
+    base_model: str | None = None
+    optimizer_config: OptimizerBody | None = None
+    weights_access_token: str | None = None
     model_id: Id | None = None
     seq_id: SeqId | None = None
     session_id: Id | None = None
@@ -116,7 +125,8 @@ class SampleBody(Body):
     prompt: PromptBody
     sampling_params: SamplingBody
     sampling_session_id: Id
-    seq_id: SeqId
+    seq_id: int = Field(ge=0, lt=1 << 63)
+    """Copies of a client in other processes have blocks of 1e9 each, at random."""
     num_samples: int = Field(default=1, ge=1, le=1024)
     prompt_logprobs: bool | None = None
     prompt_logprobs_last_n: int | None = Field(default=None, ge=1)
@@ -124,6 +134,20 @@ class SampleBody(Body):
     topk_sample_logprobs: int = Field(default=0, ge=0, le=MAX_TOP)
     target_prompt_logprobs: dict[str, object] | None = None
     prompt_alt_tokens_k: int = 0
+
+
+class TtlBody(Body):
+    ttl_seconds: int | None
+
+
+class CopyWeightsBody(Body):
+    source_path: Id
+    ttl_seconds: int | None = None
+
+
+class ExternalWeightsBody(Body):
+    model_id: Id
+    seq_id: SeqId
 
 
 class FutureBody(Body):

@@ -6,11 +6,13 @@ Invariants: a repeated call changes nothing and gets the same answer; other keys
 import asyncio
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from offbeat.services.errors import CodecError, MeshError
+from offbeat.services.tinker.checkpoints import CheckpointExpiry, Checkpoints
 from offbeat.services.tinker.config import TinkerConfig
 from offbeat.services.tinker.errors import GoneError, NotFoundError, TinkerError
 from offbeat.services.tinker.expiry import SessionExpiry
@@ -18,6 +20,8 @@ from offbeat.services.tinker.futures import SampleFutures
 from offbeat.services.tinker.owned_records import OwnedRecords
 from offbeat.services.tinker.records import (
     AdapterVersion,
+    CheckpointKind,
+    CheckpointRecord,
     Command,
     CreateModel,
     ForwardBackwardCommand,
@@ -32,13 +36,15 @@ from offbeat.services.tinker.records import (
     SaveWeights,
     request_id_of,
 )
-from offbeat.services.tinker.refusals import read_adam, refuse_name
+from offbeat.services.tinker.refusals import read_adam, refuse_name, refuse_ttl
 from offbeat.services.tinker.sampling import Sampler, prompt_tokens
 from offbeat.services.tinker.schemas import (
     CreateModelBody,
     CreateSamplerBody,
+    ExternalWeightsBody,
     LoadWeightsBody,
     LoraBody,
+    OptimizerBody,
     OptimStepBody,
     SampleBody,
     SamplerWeightsBody,
@@ -47,6 +53,11 @@ from offbeat.services.tinker.schemas import (
 from offbeat.services.tinker.store import TinkerStore
 from offbeat.services.tinker.wire import decode_forward_backward, encode_sample_response
 
+NO_EXTERNAL_WEIGHTS = (
+    "save_weights_external is not available: save_weights_for_sampler writes a PEFT adapter, into checkpoints/ of the "
+    "server's folder"
+)
+NO_TOKENS = "weights_access_token is not available: a key has its own checkpoints alone"
 SEED_BITS = 31
 WAIT_S = 20.0
 """Long poll; below the SDK's timeout of 45 s."""
@@ -66,6 +77,7 @@ class TinkerService:
     def __init__(self, store: TinkerStore, sampler: Sampler, base: BaseModelInfo, config: TinkerConfig) -> None:
         self.store = store
         self.records = OwnedRecords(store)
+        self.checkpoints = Checkpoints(store, self.records, config.max_saved_gib)
         self.base = base
         self._sampler = sampler
         self._config = config
@@ -74,9 +86,10 @@ class TinkerService:
 
     @asynccontextmanager
     async def background(self) -> AsyncIterator[None]:
-        """Listen for results and end idle sessions, for as long as the context is open."""
-        expiry = SessionExpiry(self.records, self._config.session_timeout_s)
-        self._background = [asyncio.create_task(self.store.listen()), asyncio.create_task(expiry.run())]
+        """Listen for results, end idle sessions and delete expired checkpoints, for as long as the context is open."""
+        sessions = SessionExpiry(self.records, self._config.session_timeout_s)
+        work = (self.store.listen(), sessions.run(), CheckpointExpiry(self.checkpoints).run())
+        self._background = [asyncio.create_task(each) for each in work]
         try:
             yield
         finally:
@@ -89,8 +102,7 @@ class TinkerService:
         """Return the request's and the model's id; raises TinkerError."""
         await self.records.check_session(owner, body.session_id)
         self._check_base(body.base_model)
-        if body.optimizer_config.type != "adamw":
-            raise TinkerError(f"optimizer {body.optimizer_config.type!r} is not available: take adamw")
+        _check_optimizer(body.optimizer_config)
         if body.lora_config is None:
             raise TinkerError("lora_config is missing: all weights of a model can't be trained here")
         lora = self._read_lora(body.lora_config)
@@ -115,14 +127,12 @@ class TinkerService:
         return await self._submit(owner, body.model_id, body.seq_id, command)
 
     async def save_weights(self, owner: str, body: SaveWeightsBody) -> tuple[str, str]:
-        name = body.path or f"seq-{body.seq_id}"
-        command = await self._save(owner, SaveWeights(name, "training", body.overwrite, body.user_metadata))
+        command = await self._save(owner, body, "training")
         return await self._submit(owner, body.model_id, body.seq_id, command)
 
     async def save_weights_for_sampler(self, owner: str, body: SamplerWeightsBody) -> tuple[str, str]:
         if body.path is not None or body.sampling_session_seq_id is None:
-            name = body.path or f"seq-{body.seq_id}"
-            command = await self._save(owner, SaveWeights(name, "sampler", body.overwrite, body.user_metadata))
+            command = await self._save(owner, body, "sampler")
         else:
             record = await self.records.model(owner, body.model_id)
             sampler_id = _sampler_id(record.session_id, body.sampling_session_seq_id)
@@ -131,7 +141,10 @@ class TinkerService:
 
     async def load_weights(self, owner: str, body: LoadWeightsBody) -> tuple[str, str]:
         """Load into a model, or create one from a checkpoint; raises TinkerError."""
-        start = await self._find_start(owner, body.path, with_optimizer=body.optimizer)
+        if body.base_model is not None:
+            self._check_base(body.base_model)
+        _check_optimizer(body.optimizer_config)
+        start = await self._find_start(owner, body)
         if body.model_id is not None and body.seq_id is not None:
             return await self._submit(owner, body.model_id, body.seq_id, start)
         if body.session_id is None or body.model_seq_id is None:
@@ -144,18 +157,27 @@ class TinkerService:
             owner, body.session_id, body.model_seq_id, checkpoint.lora, body.user_metadata, CreateModel(start)
         )
 
+    async def save_weights_external(self, owner: str, body: ExternalWeightsBody) -> tuple[str, str]:
+        """Refuse the command in its place."""
+        return await self._submit(owner, body.model_id, body.seq_id, RefusedCommand(NO_EXTERNAL_WEIGHTS))
+
     async def create_sampler(self, owner: str, body: CreateSamplerBody) -> str:
         """Open a sampling session of a checkpoint or the base model; raises TinkerError."""
         await self.records.check_session(owner, body.session_id)
-        adapter: AdapterVersion | None = None
+        checkpoint: CheckpointRecord | None = None
         if body.model_path is not None:
-            adapter = (await self.records.checkpoint(owner, body.model_path)).adapter
+            checkpoint = await self.records.checkpoint(owner, body.model_path)
         elif body.base_model is not None:
             self._check_base(body.base_model)
         else:
             raise TinkerError("create_sampling_session needs base_model or model_path")
         sampler_id = _sampler_id(body.session_id, body.sampling_session_seq_id)
-        record = SamplerRecord(owner=owner, model_path=body.model_path, adapter=adapter)
+        record = SamplerRecord(
+            owner=owner,
+            model_id=checkpoint and checkpoint.model_id,
+            model_path=body.model_path,
+            adapter=checkpoint and checkpoint.adapter,
+        )
         await self.store.put_once(self.store.keys.samplers, sampler_id, record)
         return sampler_id
 
@@ -222,13 +244,13 @@ class TinkerService:
                 f"this key has {len(others)} models (tinker.max_models_per_key): end a session by ServiceClient.close"
             )
 
-    async def _save(self, owner: str, command: SaveWeights) -> SaveWeights | RefusedCommand:
-        """Refuse a bad name, and a checkpoint beyond the owner's disk space."""
-        saved = await self.store.saved_bytes(owner) / (1 << 30)
-        if saved >= self._config.max_saved_gib:
-            advice = "delete some, by RestClient.delete_checkpoint"
-            return RefusedCommand(f"checkpoints of this key take {saved:.3g} GiB (tinker.max_saved_gib): {advice}")
-        return refuse_name(command.name) or command
+    async def _save(self, owner: str, body: SaveWeightsBody, kind: CheckpointKind) -> SaveWeights | RefusedCommand:
+        """Refuse a bad name or expiry, and a checkpoint beyond the owner's disk space."""
+        if complaint := await self.checkpoints.complain_of_size(owner):
+            return RefusedCommand(complaint)
+        name = body.path or f"seq-{body.seq_id}"
+        command = SaveWeights(name, kind, body.overwrite, body.user_metadata, body.ttl_seconds)
+        return refuse_name(name) or refuse_ttl(body.ttl_seconds) or command
 
     async def _submit(self, owner: str, model_id: str, seq_id: int, command: Command) -> tuple[str, str]:
         await self.records.model(owner, model_id)
@@ -237,14 +259,15 @@ class TinkerService:
         await self.store.submit(model_id, owner, seq_id, command)
         return request_id_of(model_id, seq_id), model_id
 
-    async def _find_start(self, owner: str, path: str, *, with_optimizer: bool) -> LoadWeights | RefusedCommand:
+    async def _find_start(self, owner: str, body: LoadWeightsBody) -> LoadWeights | RefusedCommand:
+        path = body.path
         try:
             checkpoint = await self.records.checkpoint(owner, path)
         except NotFoundError as error:
-            return RefusedCommand(str(error))
+            return RefusedCommand(NO_TOKENS if body.weights_access_token else str(error))
         if checkpoint.kind != "training":
             return RefusedCommand(f"{path} is for sampling: load a checkpoint of save_state")
-        return LoadWeights(path, checkpoint.adapter.folder, with_optimizer)
+        return LoadWeights(path, checkpoint.adapter.folder, body.optimizer)
 
     async def _sample(self, body: SampleBody, request_id: str, record: SamplerRecord) -> Result:
         try:
@@ -253,6 +276,10 @@ class TinkerService:
             answer = await self._sampler.sample(body, request_id, name, adapter)
         except TinkerError as error:
             return Result.of_error(str(error))
+        if record.model_id is not None:
+            sequences = Counter(each.versions[0] for each in answer.sequences if each.versions)
+            tokens = Counter(version for each in answer.sequences for version in each.versions)
+            await self.store.count_samples(record.model_id, sequences, tokens)
         return Result(encode_sample_response(*answer), is_protobuf=True)
 
     async def _find_adapter(self, record: SamplerRecord) -> tuple[str, AdapterVersion | None]:
@@ -293,6 +320,11 @@ class TinkerService:
             train_mlp=body.train_mlp,
             train_unembed=body.train_unembed,
         )
+
+
+def _check_optimizer(given: OptimizerBody | None) -> None:
+    if given is not None and given.type != "adamw":
+        raise TinkerError(f"optimizer {given.type!r} is not available: take adamw")
 
 
 async def _wait(task: asyncio.Task[Result], timeout_s: float) -> Result | None:

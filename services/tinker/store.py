@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar, cast
 
@@ -15,6 +15,8 @@ from offbeat.services.tinker.errors import GoneError, QueueFullError
 from offbeat.services.tinker.keys import TinkerKeys
 from offbeat.services.tinker.log import SCRIPTS
 from offbeat.services.tinker.records import (
+    AppliedCommand,
+    CheckpointRecord,
     Command,
     LearnerActivity,
     ModelRecord,
@@ -39,6 +41,7 @@ class TinkerStore:
         self._redis: Any = redis
         self._config = config
         self._submit = cast(Any, redis).register_script((SCRIPTS / "submit.lua").read_text())
+        self._change = cast(Any, redis).register_script((SCRIPTS / "change_checkpoint.lua").read_text())
         self._hints: dict[str, asyncio.Event] = {}
 
     async def find(self, key: str, field: str, kind: type[RecordT]) -> RecordT | None:
@@ -71,13 +74,51 @@ class TinkerStore:
         models, closed = await self._redis.hkeys(self.keys.models), await self._redis.smembers(self.keys.closed)
         return {each.decode() for each in set(models) - closed}
 
-    async def remove_checkpoint(self, owner: str, path: str) -> bool:
-        """Return whether there was one."""
+    async def all_models(self) -> dict[str, ModelRecord]:
+        return await self.all(self.keys.models, ModelRecord)
+
+    async def change_checkpoint(
+        self, owner: str, path: str, change: Callable[[CheckpointRecord], CheckpointRecord | None]
+    ) -> CheckpointRecord | None:
+        """Replace a checkpoint's record, or delete it if `change` returns None; return the earlier one, if any.
+
+        Folders of deleted ones are then in `discarded_folders`.
+        """
+        keys = self.keys
+        while (data := await self._redis.hget(keys.checkpoints, path)) is not None:
+            record = msgspec.json.decode(data, type=CheckpointRecord)
+            changed = change(record)
+            is_changed = await self._change(
+                keys=[keys.checkpoints, keys.checkpoint_sizes(owner), keys.discarded_folders],
+                args=[path, data, b"" if changed is None else changed.encode(), record.adapter.folder],
+            )
+            if int(is_changed):
+                return record
+        return None
+
+    async def add_copy(
+        self, session: Session, model_id: str, model: ModelRecord, path: str, record: CheckpointRecord
+    ) -> None:
+        """Store a copied checkpoint with its session, which has ended, and its model, which is closed."""
         async with self._redis.pipeline(transaction=True) as transaction:
-            transaction.hdel(self.keys.checkpoints, path)
-            transaction.hdel(self.keys.checkpoint_sizes(owner), path)
-            removed, _ = await transaction.execute()
-        return bool(removed)
+            transaction.hset(self.keys.sessions, model.session_id, session.encode())
+            transaction.hset(self.keys.models, model_id, model.encode())
+            transaction.sadd(self.keys.closed, model_id)
+            transaction.hset(self.keys.checkpoints, path, record.encode())
+            transaction.hset(self.keys.checkpoint_sizes(model.owner), path, record.size_bytes)
+            await transaction.execute()
+
+    async def expiries(self) -> dict[str, CheckpointRecord]:
+        """Return the checkpoints that have an expiry, by path."""
+        checkpoints = await self.all(self.keys.checkpoints, CheckpointRecord)
+        return {path: each for path, each in checkpoints.items() if each.expires_at is not None}
+
+    async def discarded_folders(self) -> list[str]:
+        """Return the folders of deleted checkpoints that are not removed."""
+        return [each.decode() for each in await self._redis.smembers(self.keys.discarded_folders)]
+
+    async def forget_folder(self, folder: str) -> None:
+        await self._redis.srem(self.keys.discarded_folders, folder)
 
     async def saved_bytes(self, owner: str) -> int:
         """Return the size of the owner's checkpoints."""
@@ -138,6 +179,28 @@ class TinkerStore:
             for model_id, data in zip(model_ids, found, strict=True)
             if data is not None
         }
+
+    async def applied_commands(self, model_id: str) -> dict[int, AppliedCommand]:
+        """Return what each applied command has left, by sequence id."""
+        commands = await self.all(self.keys.applied_commands(model_id), AppliedCommand)
+        return {int(seq_id): each for seq_id, each in commands.items()}
+
+    async def count_samples(self, model_id: str, sequences: Mapping[int, int], tokens: Mapping[int, int]) -> None:
+        """Add sampled sequences and tokens, by version."""
+        key = self.keys.samples(model_id)
+        async with self._redis.pipeline(transaction=True) as transaction:
+            for name, numbers in (("sequences", sequences), ("tokens", tokens)):
+                for version, number in numbers.items():
+                    transaction.hincrby(key, f"{version}:{name}", number)
+            await transaction.execute()
+
+    async def samples(self, model_id: str) -> dict[int, dict[str, int]]:
+        """Return the numbers of sampled sequences and tokens, by version, ascending."""
+        numbers: dict[int, dict[str, int]] = {}
+        for field, number in (await self._redis.hgetall(self.keys.samples(model_id))).items():
+            version, name = field.decode().split(":")
+            numbers.setdefault(int(version), {"sequences": 0, "tokens": 0})[name] = int(number)
+        return dict(sorted(numbers.items()))
 
     async def result(self, request_id: str) -> Result | None:
         data = await self._redis.get(self.keys.result(request_id))

@@ -255,6 +255,8 @@ def test_a_run_with_kills_ends_as_the_same_commands_undisturbed(
         assert [step["version"] for step in steps] == [step.metrics["version"] for step in each.steps]
         assert [step["loss"] for step in steps] == pytest.approx([sum(step.losses) for step in each.steps])
         assert httpx.get(url.replace("/metrics", "/why"), headers=headers).json()["queued"] == 0
+        audit = httpx.get(url.replace("/metrics", "/audit"), headers=headers).json()
+        assert (audit["problems"], audit["optimizer_steps"]) == ([], len(steps))
         exposed = httpx.get(f"{server.url}/api/v1/metrics", headers=headers).text
         assert f'offbeat_tinker_version{{model="{each.model_id}"}} {steps[-1]["version"]:.1f}\n' in exposed
 

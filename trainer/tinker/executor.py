@@ -8,13 +8,14 @@ import shutil
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from offbeat.services.errors import CodecError
 from offbeat.services.tinker.log import CommandLog, Write
 from offbeat.services.tinker.records import (
     AdapterVersion,
+    AppliedCommand,
     CheckpointRecord,
     Command,
     CreateModel,
@@ -30,6 +31,7 @@ from offbeat.services.tinker.records import (
     SharedPass,
     StepMetrics,
     decode_command,
+    kind_of,
     tinker_path,
 )
 from offbeat.services.tinker.wire import ForwardBackward, decode_forward_backward, encode_forward_backward_output
@@ -64,8 +66,12 @@ class QueuedCommand:
 
 @dataclass(frozen=True, slots=True)
 class CommandOutcome:
+    """num_added: sequences added to the gradient."""
+
     result: Result
     writes: tuple[Write, ...] = ()
+    num_added: int = 0
+    is_refused: bool = False
 
 
 class Executor:
@@ -88,24 +94,28 @@ class Executor:
     def has_loaded(self, model_id: str) -> bool:
         return model_id in self._models
 
-    def apply(self, turn: QueuedCommand) -> CommandOutcome:
+    def apply(self, queued: QueuedCommand) -> CommandOutcome:
         """Apply a command to a model that contains its predecessor."""
+        kind = ""
         try:
-            outcome = self._apply(turn, decode_command(turn.data))
+            command = decode_command(queued.data)
+            kind = kind_of(command)
+            outcome = self._apply(queued, command)
         except CodecError as error:
-            outcome = CommandOutcome(Result.of_error(str(error)))
+            outcome = CommandOutcome(Result.of_error(str(error)), is_refused=True)
         except Exception as error:  # reported to the client, whose later commands go on
-            logger.exception("command %d of model %s failed", turn.seq_id, turn.model_id)
-            outcome = CommandOutcome(Result.of_error(f"{type(error).__name__}: {error}", "server"))
-        self._contain(turn)
-        return outcome
+            logger.exception("command %d of model %s failed", queued.seq_id, queued.model_id)
+            result = Result.of_error(f"{type(error).__name__}: {error}", "server")
+            outcome = CommandOutcome(result, is_refused=True)
+        self._contain(queued)
+        return self._record(queued, kind, outcome)
 
-    def read_gradient(self, turn: QueuedCommand) -> GradientBatch | None:
+    def read_gradient(self, queued: QueuedCommand) -> GradientBatch | None:
         """Return what a command adds to a gradient of a model in memory; None if it is another one, or is refused."""
-        if (model := self._models.get(turn.model_id)) is None:
+        if (model := self._models.get(queued.model_id)) is None:
             return None
         try:
-            command = decode_command(turn.data)
+            command = decode_command(queued.data)
             if not isinstance(command, ForwardBackwardCommand):
                 return None
             request, batch = self._read_batch(model, command)
@@ -113,19 +123,20 @@ class Executor:
             return None  # `apply` tells the client
         return None if request.forward_only else batch
 
-    def apply_shared(self, turns: Sequence[QueuedCommand], batches: Sequence[GradientBatch]) -> list[CommandOutcome]:
+    def apply_shared(self, commands: Sequence[QueuedCommand], batches: Sequence[GradientBatch]) -> list[CommandOutcome]:
         """Apply gradients of different models in one pass, or each alone if it fails. batches: by `read_gradient`."""
         try:
             scores = compute_shared(self._pool, batches)
         except Exception:
-            logger.exception("a pass of %d models failed: each has its own", len(turns))
-            return [self.apply(turn) for turn in turns]
+            logger.exception("a pass of %d models failed: each has its own", len(commands))
+            return [self.apply(queued) for queued in commands]
         outcomes: list[CommandOutcome] = []
-        for turn, batch, own, shared in zip(turns, batches, scores, record_shared(batches), strict=True):
-            self._models.move_to_end(turn.model_id)
-            self._contain(turn)
-            write = Write.of(self._log.keys.shared_passes(turn.model_id), str(turn.seq_id), shared)
-            outcomes.append(CommandOutcome(_answer(own, batch), (write,)))
+        for queued, batch, own, shared in zip(commands, batches, scores, record_shared(batches), strict=True):
+            self._models.move_to_end(queued.model_id)
+            self._contain(queued)
+            write = Write.of(self._log.keys.shared_passes(queued.model_id), str(queued.seq_id), shared)
+            outcome = CommandOutcome(_answer(own, batch), (write,), len(batch.data))
+            outcomes.append(self._record(queued, kind_of(decode_command(queued.data)), outcome))
         return outcomes
 
     def save(self, model_id: str) -> int:
@@ -143,18 +154,32 @@ class Executor:
             self._contained.pop(model_id, None)
             self._folder.discard(model_id)
 
-    def _contain(self, turn: QueuedCommand) -> None:
-        self._contained[turn.model_id] = turn.seq_id
-        if turn.model_id in self._models:
-            self._models[turn.model_id].seq_id = turn.seq_id
+    def _contain(self, queued: QueuedCommand) -> None:
+        self._contained[queued.model_id] = queued.seq_id
+        if queued.model_id in self._models:
+            self._models[queued.model_id].seq_id = queued.seq_id
 
-    def _apply(self, turn: QueuedCommand, command: Command) -> CommandOutcome:
-        model_id, record, seq_id = turn.model_id, turn.record, turn.seq_id
+    def _record(self, queued: QueuedCommand, kind: str, outcome: CommandOutcome) -> CommandOutcome:
+        """Add the entry of an applied command."""
+        model = self._models.get(queued.model_id)
+        applied = AppliedCommand(
+            kind=kind,
+            at=time.time(),
+            version=model and model.version,
+            num_sequences=model.accumulated.num_sequences if model else 0,
+            num_added=outcome.num_added,
+            is_refused=outcome.is_refused,
+        )
+        write = Write.of(self._log.keys.applied_commands(queued.model_id), str(queued.seq_id), applied)
+        return replace(outcome, writes=(*outcome.writes, write))
+
+    def _apply(self, queued: QueuedCommand, command: Command) -> CommandOutcome:
+        model_id, record, seq_id = queued.model_id, queued.record, queued.seq_id
         match command:
             case CreateModel():
                 return self._create(model_id, record, command)
             case ForwardBackwardCommand():
-                return CommandOutcome(self._forward_backward(self._model(model_id), command, turn.shared))
+                return self._forward_backward(self._model(model_id), command, queued.shared)
             case OptimStep():
                 return self._step(model_id, seq_id, command)
             case SaveWeights():
@@ -200,10 +225,11 @@ class Executor:
 
     def _forward_backward(
         self, model: ClientModel, command: ForwardBackwardCommand, shared: SharedPass | None
-    ) -> Result:
+    ) -> CommandOutcome:
         request, batch = self._read_batch(model, command)
+        num_added = 0 if request.forward_only else len(batch.data)
         if shared is not None:
-            return _answer(repeat_shared(self._pool, batch, shared), batch)
+            return CommandOutcome(_answer(repeat_shared(self._pool, batch, shared), batch), num_added=num_added)
         scores = model.compute(
             batch.data,
             batch.loss,
@@ -211,7 +237,7 @@ class Executor:
             backward=not request.forward_only,
             max_tokens=self._limits.max_tokens,
         )
-        return _answer(scores, batch)
+        return CommandOutcome(_answer(scores, batch), num_added=num_added)
 
     def _read_batch(self, model: ClientModel, command: ForwardBackwardCommand) -> tuple[ForwardBackward, GradientBatch]:
         request = decode_forward_backward(command.body)
@@ -248,17 +274,19 @@ class Executor:
         path = tinker_path(model_id, command.kind, command.name)
         folder = self._folder.checkpoint(model_id, command.kind, command.name, seq_id)
         existing = self._log.checkpoint(path)
+        now = time.time()
         if existing is not None and existing.adapter.folder != str(folder) and not command.should_overwrite:
             raise CodecError(f"{path} exists, and is immutable: choose another name")
         adapter = self._write_adapter(self._model(model_id), folder, with_state=command.kind == "training")
         saved = CheckpointRecord(
             model_id=model_id,
             kind=command.kind,
-            created_at=time.time(),
+            created_at=now,
             adapter=adapter,
             lora=record.lora,
             size_bytes=size_of(folder),
             user_metadata=command.user_metadata,
+            expires_at=None if command.ttl_seconds is None else now + command.ttl_seconds,
         )
         return CommandOutcome(Result.of_json({"path": path}), self._log.checkpoint_writes(record.owner, path, saved))
 
@@ -270,10 +298,10 @@ class Executor:
         adapter = self._write_adapter(self._model(model_id), self._folder.sampler(model_id, seq_id), with_state=False)
         keys, session_id = self._log.keys, command.sampling_session_id
         if command.is_inflight:
-            sampler = SamplerRecord(owner=record.owner, inflight_model_id=model_id)
+            sampler = SamplerRecord(owner=record.owner, model_id=model_id, inflight_model_id=model_id)
             writes = (Write.of(keys.inflight, model_id, adapter), Write.of(keys.samplers, session_id, sampler))
         else:
-            sampler = SamplerRecord(owner=record.owner, adapter=adapter)
+            sampler = SamplerRecord(owner=record.owner, model_id=model_id, adapter=adapter)
             writes = (Write.of(keys.samplers, session_id, sampler),)
         return CommandOutcome(Result.of_json({"sampling_session_id": session_id}), writes)
 

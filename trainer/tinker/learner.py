@@ -29,7 +29,7 @@ class TinkerLearner:
         self._applied_before: dict[str, int] = {}
         """Last command by model that a predecessor has applied."""
         self._busy: OrderedDict[str, None] = OrderedDict()
-        """Models that may have commands, by turn."""
+        """Models that may have commands, the next one first."""
         self._unsaved: dict[str, float] = {}
         """Models with unsaved commands, and since when."""
         self._is_stopped = False
@@ -65,17 +65,21 @@ class TinkerLearner:
         data = self._log.take_up(model_id, seq_id)
         if data is None:
             return False
-        turn = self._turn(model_id, seq_id, data)
-        turns, batches = self._share(turn)
-        outcomes = self._executor.apply_shared(turns, batches) if len(turns) > 1 else [self._executor.apply(turn)]
-        for each, outcome in zip(turns, outcomes, strict=True):
+        queued = self._read_queued(model_id, seq_id, data)
+        commands, batches = self._share(queued)
+        if len(commands) > 1:
+            self._log.report(model_id, seq_id, {each.model_id: each.seq_id for each in commands[1:]})
+            outcomes = self._executor.apply_shared(commands, batches)
+        else:
+            outcomes = [self._executor.apply(queued)]
+        for each, outcome in zip(commands, outcomes, strict=True):
             self._log.commit(each.model_id, each.record.owner, each.seq_id, outcome.result, outcome.writes)
             self._unsaved.setdefault(each.model_id, time.monotonic())
-            if each is not turn:
+            if each is not queued:
                 self._busy.move_to_end(each.model_id)
         return True
 
-    def _turn(self, model_id: str, seq_id: int, data: bytes) -> QueuedCommand:
+    def _read_queued(self, model_id: str, seq_id: int, data: bytes) -> QueuedCommand:
         is_repeated = self._is_repeated(model_id, seq_id)
         shared = self._log.shared_pass(model_id, seq_id) if is_repeated else None
         return QueuedCommand(model_id, self._log.model(model_id), seq_id, data, shared)
@@ -83,14 +87,14 @@ class TinkerLearner:
     def _is_repeated(self, model_id: str, seq_id: int) -> bool:
         return seq_id <= self._applied_before.get(model_id, -1)
 
-    def _share(self, turn: QueuedCommand) -> tuple[list[QueuedCommand], list[GradientBatch]]:
-        """Return the turns of a pass: the first, and others' that fit, in the order of their turns."""
-        left, turns, batches = self._shared_pass_tokens, [turn], list[GradientBatch]()
-        if not left or self._is_repeated(turn.model_id, turn.seq_id):
-            return turns, batches
-        batch = self._executor.read_gradient(turn)
+    def _share(self, queued: QueuedCommand) -> tuple[list[QueuedCommand], list[GradientBatch]]:
+        """Return the commands of a pass: the first, and those of the models after it that fit."""
+        left, commands, batches = self._shared_pass_tokens, [queued], list[GradientBatch]()
+        if not left or self._is_repeated(queued.model_id, queued.seq_id):
+            return commands, batches
+        batch = self._executor.read_gradient(queued)
         if batch is None or batch.num_tokens >= left:
-            return turns, batches
+            return commands, batches
         batches.append(batch)
         left -= batch.num_tokens
         for model_id in self._busy:
@@ -99,13 +103,13 @@ class TinkerLearner:
                 continue
             if (data := self._log.command(model_id, seq_id)) is None:
                 continue
-            other = self._turn(model_id, seq_id, data)
+            other = self._read_queued(model_id, seq_id, data)
             batch = self._executor.read_gradient(other)
             if batch is not None and batch.num_tokens <= left:
-                turns.append(other)
+                commands.append(other)
                 batches.append(batch)
                 left -= batch.num_tokens
-        return turns, batches
+        return commands, batches
 
     def _save_due(self) -> None:
         now = time.monotonic()

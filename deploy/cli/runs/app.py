@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,28 @@ runs_app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.", show_default=False)]
+
+def is_model_id(run: str) -> bool:
+    """Return whether it is a Tinker model's id: no run's name, and hardly a folder, has its form."""
+    return re.search(r":train:\d+$", run) is not None
+
+
+def _refuse_model(run: str) -> str:
+    if is_model_id(run):
+        raise typer.BadParameter(
+            f"{run} is a model of Tinker's API, which its client controls; `offbeat runs models`, `why` and `groups`, "
+            "and `offbeat audit` show it",
+            param_hint="RUN",
+        )
+    return run
+
+
+RunId = Annotated[
+    str, typer.Argument(metavar="RUN", help="The run's name.", show_default=False, callback=_refuse_model)
+]
+RunOrModelId = Annotated[
+    str, typer.Argument(metavar="RUN", help="The run's name, or a Tinker model's id.", show_default=False)
+]
 ConfigPath = Annotated[
     Path,
     typer.Argument(metavar="CONFIG", help="A run's YAML file, or the name of a packaged one.", show_default=False),
@@ -137,9 +159,7 @@ def resume(run: RunId, url: Url = DEFAULT_URL, token: Token = None, json: Json =
 
 @runs_app.command(epilog=EXIT_CODES)
 def why(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="The run's name, or a Tinker model's id.", show_default=False)
-    ],
+    run: RunOrModelId,
     plan: Annotated[
         bool, typer.Option("--plan", help="Also simulate what a change would do; needs the run's folder here.")
     ] = False,
@@ -149,13 +169,13 @@ def why(
     tinker_key: TinkerKey = "",
     json: Json = False,
 ) -> None:
-    """Show what each component waits for, and what to change."""
+    """Show what each component waits for, and what to change; of a Tinker model: what it waits for."""
     from offbeat.deploy.cli.runs.calls import explain_run
     from offbeat.deploy.cli.runs.models import explain_model
 
     if plan and json:
         raise typer.BadParameter("it prints text; for JSON: offbeat plan CONFIG --from RUN --json", param_hint="--plan")
-    if ":" in run:  # no run's name has one
+    if is_model_id(run):
         if plan:
             raise typer.BadParameter("a Tinker model has no run's folder to simulate from", param_hint="--plan")
         raise typer.Exit(explain_model(tinker_url, tinker_key, run, as_json=json))
@@ -218,7 +238,7 @@ def delete(
 
 @runs_app.command(epilog=EXIT_CODES)
 def groups(
-    run: RunId,
+    run: RunOrModelId,
     number: Annotated[
         int | None, typer.Argument(metavar="[GROUP]", help="Show this one with its members.", show_default=False)
     ] = None,
@@ -234,11 +254,18 @@ def groups(
     limit: Annotated[int, typer.Option("--limit", min=1, max=500, help="Maximum number of groups.")] = 50,
     url: Url = DEFAULT_URL,
     token: Token = None,
+    tinker_url: TinkerUrl = DEFAULT_TINKER_URL,
+    tinker_key: TinkerKey = "",
     json: Json = False,
 ) -> None:
-    """List what became of groups, or show one."""
+    """List what became of groups, or show one; of a Tinker model: what was sampled, by version of the weights."""
+    from offbeat.deploy.cli.runs.models import list_samples
     from offbeat.deploy.cli.runs.recorded import list_groups, show_group
 
+    if is_model_id(run):
+        if number is not None:
+            raise typer.BadParameter("a Tinker model's samples form no groups here: leave it out", param_hint="GROUP")
+        raise typer.Exit(list_samples(tinker_url, tinker_key, run, as_json=json))
     if number is not None:
         raise typer.Exit(show_group(url, token, run, number, as_json=json))
     filters = {"state": state or [], "tag": tag, "step": step, "sort": sort, "offset": offset, "limit": limit}

@@ -10,11 +10,12 @@ from pydantic import BaseModel, ValidationError
 from rich.markup import escape
 from rich.table import Table
 
-from offbeat.deploy.cli.runs.calls import CODES, REFUSED, TIMEOUT_S, UNREACHABLE, print_message, show_answer
+from offbeat.deploy.cli.runs.calls import CODES, DONE, REFUSED, TIMEOUT_S, UNREACHABLE, print_message, show_answer
 
 ViewT = TypeVar("ViewT", bound=BaseModel)
 
 ROOT = "/api/v1/training_runs"
+NOT_AUDITED = 2
 NO_ROUTE = {"detail": "Not Found"}
 """FastAPI's answer."""
 
@@ -32,6 +33,28 @@ class ModelsView(BaseModel):
     models: list[ModelView]
 
 
+class VersionSamples(BaseModel):
+    """Sequences that began with a version of the weights, and its tokens."""
+
+    version: int
+    sequences: int
+    tokens: int
+
+
+class SamplesView(BaseModel):
+    versions: list[VersionSamples]
+
+
+class AuditView(BaseModel):
+    model_id: str
+    proven: bool
+    problems: list[str]
+    applied: int
+    refused: int
+    optimizer_steps: int
+    checkpoints: int
+
+
 class TinkerRefusedError(Exception):
     """4xx or 5xx response."""
 
@@ -46,6 +69,12 @@ class _TinkerClient:
 
     def model(self, model_id: str) -> ModelView:
         return ModelView.model_validate(self._get(f"{ROOT}/{quote(model_id, safe='')}/why"))
+
+    def samples(self, model_id: str) -> SamplesView:
+        return SamplesView.model_validate(self._get(f"{ROOT}/{quote(model_id, safe='')}/samples"))
+
+    def audit(self, model_id: str) -> AuditView:
+        return AuditView.model_validate(self._get(f"{ROOT}/{quote(model_id, safe='')}/audit"))
 
     def models(self, limit: int) -> ModelsView:
         """Return the key's models, newest first."""
@@ -69,6 +98,23 @@ def list_models(url: str, key: str, limit: int, *, as_json: bool) -> int:
 
 def explain_model(url: str, key: str, model_id: str, *, as_json: bool) -> int:
     return _show(url, key, lambda client: client.model(model_id), _sentence, as_json=as_json)
+
+
+def list_samples(url: str, key: str, model_id: str, *, as_json: bool) -> int:
+    return _show(url, key, lambda client: client.samples(model_id), _samples_table, as_json=as_json)
+
+
+def audit_model(url: str, key: str, model_id: str, *, as_json: bool) -> int:
+    """Return 0 if proven, 1 if not, 2 without an answer."""
+    proven: list[bool] = []
+
+    def ask(client: _TinkerClient) -> AuditView:
+        view = client.audit(model_id)
+        proven.append(view.proven)
+        return view
+
+    code = _show(url, key, ask, _audit_text, as_json=as_json)
+    return NOT_AUDITED if code != DONE else int(not proven[0])
 
 
 def _show(
@@ -101,6 +147,24 @@ def _show(
 def _sentence(view: ModelView) -> str:
     applied = "no command is applied" if view.applied < 0 else f"command {view.applied} is the last applied one"
     return escape(f"{view.model_id} waits for {view.waits_for}; {applied}, {view.queued} queued")
+
+
+def _audit_text(view: AuditView) -> str:
+    if not view.proven:
+        return escape("\n".join([f"{view.model_id} is not proven:", *view.problems]))
+    return escape(
+        f"{view.model_id} is proven: commands 0 to {view.applied} were applied once each ({view.refused} refused), "
+        f"{view.optimizer_steps} optimizer steps; {view.checkpoints} checkpoints have the version that they name"
+    )
+
+
+def _samples_table(view: SamplesView) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in ("version", "sequences", "tokens"):
+        table.add_column(heading, justify="right")
+    for each in view.versions:
+        table.add_row(str(each.version), str(each.sequences), str(each.tokens))
+    return table
 
 
 def _models_table(listing: ModelsView) -> Table:

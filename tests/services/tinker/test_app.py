@@ -221,7 +221,7 @@ async def test_limits_count_what_an_earlier_build_has_stored(server: Server) -> 
         server.log.take_over()
         assert await server.service.store.open_models(owner) == {model}
         assert await server.service.store.saved_bytes(owner) == 2 << 30
-    await server.service.store.remove_checkpoint(owner, path)
+    await server.service.store.change_checkpoint(owner, path, lambda _: None)
     server.log.take_over()
     assert await server.service.store.saved_bytes(owner) == 0
 
@@ -260,6 +260,10 @@ async def test_why_says_what_a_model_waits_for(server: Server) -> None:
     server.log.commit(other, owner, 0, Result.of_json({}))
     server.log.take_up(model, 0)
     assert "it has been applying command 0 for 0." in await why()
+    server.log.report("another", 3, {"third": 4})
+    assert "it has been applying commands of 2 other models for 0." in await why()
+    server.log.report(other, 0, {model: 0})
+    assert (await why()).endswith("s, in a pass with those of 1 other model")
     server.log.commit(model, owner, 0, Result.of_json({}))
     assert (await why()).startswith("its client: every command")
     await server.post("/optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})

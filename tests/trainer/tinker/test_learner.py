@@ -2,27 +2,33 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
+import msgspec
 import pytest
 from redis import Redis
 
 from offbeat.services.redis.connection import connect
+from offbeat.services.tinker.audit import Evidence, find_problems
 from offbeat.services.tinker.log import CommandLog, Write
 from offbeat.services.tinker.records import (
+    AppliedCommand,
     Command,
     CreateModel,
     ForwardBackwardCommand,
+    LearnerActivity,
     Lora,
     ModelRecord,
     OptimStep,
     Result,
     SharedPass,
+    StepMetrics,
     encode_command,
     request_id_of,
 )
 from offbeat.services.tinker.wire import CLASSES, FLOAT32, INT64, Datum
 from offbeat.trainer.tinker.adapters import AdapterPool
-from offbeat.trainer.tinker.executor import Executor, ExecutorLimits
+from offbeat.trainer.tinker.executor import Executor, ExecutorLimits, QueuedCommand
 from offbeat.trainer.tinker.folders import TinkerFolder
 from offbeat.trainer.tinker.learner import TinkerLearner
 from tests.trainer.tinker.tiny_base import make_data, make_pool
@@ -35,6 +41,9 @@ MODELS = {
 STEPS = 2
 NUM_COMMANDS = 3 * (1 + 3 * STEPS)
 LIMITS = ExecutorLimits(context=64, max_tokens=1000, max_models=4)
+
+
+RecordT = TypeVar("RecordT", AppliedCommand, StepMetrics)
 
 
 class KilledError(Exception):
@@ -121,6 +130,18 @@ def results(log: CommandLog, redis: Redis) -> dict[str, bytes | None]:
     return {each: data if isinstance(data, bytes) else None for each, data in stored.items()}
 
 
+def problems(log: CommandLog, redis: Redis, model_id: str) -> list[str]:
+    """Return what the audit finds."""
+    applied = read(redis, log.keys.applied_commands(model_id), AppliedCommand)
+    steps = read(redis, log.keys.metrics(model_id), StepMetrics)
+    assert (len(applied), len(steps)) == (NUM_COMMANDS // len(MODELS), STEPS)
+    return find_problems(Evidence(log.applied(model_id), applied, steps, {}))
+
+
+def read(redis: Any, key: str, kind: type[RecordT]) -> dict[int, RecordT]:
+    return {int(field): msgspec.json.decode(data, type=kind) for field, data in redis.hgetall(key).items()}
+
+
 @pytest.mark.parametrize("survives", [4, 5, 8, 11, 16])
 def test_a_successor_repeats_results_to_the_bit(redis: Redis, pool: AdapterPool, tmp_path: Path, survives: int) -> None:
     """A learner dies before any of the results, also between those of one pass."""
@@ -134,7 +155,26 @@ def test_a_successor_repeats_results_to_the_bit(redis: Redis, pool: AdapterPool,
     for model_id, seq_id, result in log.repeated:
         assert result.encode() == stored[request_id_of(model_id, seq_id)]
     assert all(results(log, redis).values())
+    assert [each for model_id in MODELS for each in problems(log, redis, model_id)] == []
     assert not any(redis.exists(log.keys.log(each), log.keys.shared_passes(each)) for each in MODELS)
+
+
+def test_a_gradient_that_is_added_twice_is_found(redis: Redis, pool: AdapterPool, tmp_path: Path) -> None:
+    """A learner that forgets what its predecessor has saved."""
+    submit(redis)
+    with pytest.raises(KilledError):
+        run(log := StoppingLog(redis, 5), pool, tmp_path / "server", shared_pass_tokens=0)
+    executor = Executor(pool, log, TinkerFolder(tmp_path / "server"), LIMITS)
+    for seq_id in (0, 1, 1):
+        data = log.command("a", seq_id)
+        assert data is not None
+        executor.apply(QueuedCommand("a", log.model("a"), seq_id, data))
+    executor.save("a")
+    run(log := StoppingLog(redis), pool, tmp_path / "server", shared_pass_tokens=0)
+    assert any(
+        "command 2 (forward_backward) left version 0 and a gradient of 9" in each for each in problems(log, redis, "a")
+    )
+    assert problems(log, redis, "b") == []
 
 
 def test_models_share_passes_within_the_limit(redis: Redis, pool: AdapterPool, tmp_path: Path) -> None:
@@ -145,6 +185,9 @@ def test_models_share_passes_within_the_limit(redis: Redis, pool: AdapterPool, t
     assert log.shared_pass("a", 1) == SharedPass(after=[31])
     assert log.shared_pass("b", 1) == SharedPass(before=[5, 3, 7])
     assert log.shared_pass("c", 1) == SharedPass(after=[5, 3, 7])
+    reported = redis.get(log.keys.activity)
+    assert isinstance(reported, bytes)
+    assert msgspec.json.decode(reported, type=LearnerActivity).commands == {"c": 1, "a": 2}
 
 
 def test_without_a_limit_each_model_has_its_passes(redis: Redis, pool: AdapterPool, tmp_path: Path) -> None:

@@ -11,12 +11,15 @@ from typer.testing import CliRunner, Result
 
 from offbeat.deploy.cli.app import app
 from offbeat.deploy.cli.runs.calls import DONE, REFUSED, UNAUTHORIZED, UNKNOWN, UNREACHABLE
+from offbeat.deploy.cli.runs.models import NOT_AUDITED
 from offbeat.services.process import free_port
 from offbeat.services.redis.connection import connect, connect_async
 from offbeat.services.tinker.app import create_app
-from offbeat.services.tinker.log import CommandLog
+from offbeat.services.tinker.log import CommandLog, Write
 from offbeat.services.tinker.owners import Keys
+from offbeat.services.tinker.records import AppliedCommand, OptimStep
 from offbeat.services.tinker.records import Result as CommandResult
+from offbeat.services.tinker.service import TinkerService
 from tests.deploy.monitoring.test_prometheus import served
 from tests.services.tinker.test_app import CONFIG, make_service
 
@@ -26,12 +29,16 @@ KEY, OTHER_KEY = "tml-one", "tml-other"
 class Terminal:
     """Commands, and the server that they reach."""
 
-    def __init__(self, url: str, log: CommandLog) -> None:
-        self.url, self.log = url, log
+    def __init__(self, url: str, log: CommandLog, service: TinkerService) -> None:
+        self.url, self.log, self.service = url, log, service
 
     async def types(self, *arguments: str, key: str = KEY) -> Result:
         environment = {"TINKER_BASE_URL": self.url, "TINKER_API_KEY": key}
         return await asyncio.to_thread(CliRunner(env=environment).invoke, app, ["runs", *arguments])
+
+    async def audits(self, *arguments: str) -> Result:
+        environment = {"TINKER_BASE_URL": self.url, "TINKER_API_KEY": KEY}
+        return await asyncio.to_thread(CliRunner(env=environment).invoke, app, ["audit", *arguments])
 
     async def create_model(self) -> str:
         async with httpx.AsyncClient(base_url=f"{self.url}/api/v1", headers={"X-API-Key": KEY}) as http:
@@ -43,12 +50,13 @@ class Terminal:
 @pytest.fixture
 async def terminal(redis_url: str) -> AsyncIterator[Terminal]:
     redis = connect_async(redis_url)
-    api = create_app(make_service(redis, CONFIG), Keys(None), CONFIG)
+    service = make_service(redis, CONFIG)
+    api = create_app(service, Keys(None), CONFIG)
     with connect(redis_url) as learner:
         log = CommandLog(learner, "test")
         log.take_over()
         async with served(api) as address:
-            yield Terminal(f"http://{address}", log)
+            yield Terminal(f"http://{address}", log, service)
     await redis.aclose()
 
 
@@ -75,6 +83,32 @@ async def test_why_says_what_a_model_waits_for(terminal: Terminal) -> None:
     unknown = await terminal.types("why", model, key=OTHER_KEY)
     assert (unknown.exit_code, unknown.stderr) == (UNKNOWN, f"offbeat: there is no model {model}\n")
     assert (await terminal.types("why", model, "--plan")).exit_code == REFUSED
+
+
+async def test_samples_and_commands_of_a_model_are_shown(terminal: Terminal) -> None:
+    model = await terminal.create_model()
+    store = terminal.service.store
+    await store.count_samples(model, {2: 3}, {2: 10, 3: 4})
+    lines = (await terminal.types("groups", model)).stdout.splitlines()
+    assert [line.split() for line in lines] == [["version", "sequences", "tokens"], ["2", "3", "10"], ["3", "0", "4"]]
+    owner, key = terminal.log.model(model).owner, terminal.log.keys.applied_commands(model)
+    first = Write.of(key, "0", AppliedCommand(kind="create_model", at=1.0, version=4))
+    terminal.log.commit(model, owner, 0, CommandResult.of_json({}), [first])
+    proven = await terminal.audits(model)
+    assert (proven.exit_code, " is proven: commands 0 to 0 were applied once each" in proven.stdout) == (0, True)
+    assert json.loads((await terminal.audits(model, "--json")).stdout)["proven"] is True
+    await store.submit(model, owner, 1, OptimStep())
+    terminal.log.commit(model, owner, 1, CommandResult.of_json({}))
+    violated = await terminal.audits(model)
+    assert (violated.exit_code, "command 1 has no entry, 1 in all" in violated.stdout) == (1, True)
+    assert (await terminal.audits("s:train:9")).exit_code == NOT_AUDITED
+
+
+@pytest.mark.parametrize("command", ["show", "stop", "trajectory", "set"])
+async def test_commands_for_runs_alone_say_what_shows_a_model(terminal: Terminal, command: str) -> None:
+    refused = await terminal.types(command, "s:train:0", *{"trajectory": ("1", "2"), "set": ("a=1",)}.get(command, ()))
+    assert refused.exit_code == REFUSED
+    assert "model of Tinker's API" in refused.stderr
 
 
 @pytest.mark.parametrize(
