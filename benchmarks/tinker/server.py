@@ -14,7 +14,7 @@ import psutil
 from offbeat.services.process import bind_to_thread, terminate
 
 LEARNER, HTTP, REDIS = "offbeat.trainer.tinker.process", "offbeat.deploy.tinker.http_process", "redis-server"
-STOP_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 240.0
 
 
 class RunningServer:

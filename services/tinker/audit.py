@@ -16,7 +16,7 @@ ADAPTER = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class CommandEvidence:
     """applied: last acknowledged command, -1: none; commands, steps: by sequence id; checkpoints: by path;
     sampled: versions of sampled tokens."""
 
@@ -27,16 +27,16 @@ class Evidence:
     sampled: frozenset[int] = frozenset()
 
 
-def find_problems(evidence: Evidence) -> list[str]:
+def find_problems(evidence: CommandEvidence) -> list[str]:
     return [*_check_order(evidence), *_check_weights(evidence), *_check_named(evidence)]
 
 
-def _check_order(evidence: Evidence) -> Iterator[str]:
+def _check_order(evidence: CommandEvidence) -> Iterator[str]:
     if missing := sorted(set(range(evidence.applied + 1)) - evidence.commands.keys()):
         yield f"command {missing[0]} has no entry, {len(missing)} in all: models of builds before this audit have none"
 
 
-def _check_weights(evidence: Evidence) -> Iterator[str]:
+def _check_weights(evidence: CommandEvidence) -> Iterator[str]:
     """Compare each entry with its predecessor's."""
     for seq_id in sorted(evidence.commands):
         command = evidence.commands[seq_id]
@@ -57,7 +57,7 @@ def _check_weights(evidence: Evidence) -> Iterator[str]:
             yield f"the metrics of command {seq_id} are of version {step.version} and {step.num_sequences} sequences"
 
 
-def _check_named(evidence: Evidence) -> Iterator[str]:
+def _check_named(evidence: CommandEvidence) -> Iterator[str]:
     """Compare checkpoints and sampled tokens with the versions that they name."""
     for path, record in evidence.checkpoints.items():
         folder = Path(record.adapter.folder)

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from offbeat.services.tinker.audit import Evidence, find_problems
+from offbeat.services.tinker.audit import CommandEvidence, find_problems
 from offbeat.services.tinker.records import SEGMENTS, CheckpointRecord, ModelRecord, SamplerRecord, Session, StepMetrics
 from offbeat.services.tinker.service import TinkerService
 
@@ -82,7 +82,7 @@ class TinkerListings:
         steps = await self._store.all(self._store.keys.metrics(model_id), StepMetrics)
         commands = await self._store.applied_commands(model_id)
         applied, _ = await self._store.queued(model_id)
-        evidence = Evidence(
+        evidence = CommandEvidence(
             applied,
             {seq_id: each for seq_id, each in commands.items() if seq_id <= applied},
             {int(seq_id): each for seq_id, each in steps.items()},

@@ -324,6 +324,7 @@ def test_a_repeated_copy_is_one(server: RunningServer, clients: Clients) -> None
     assert copy.name.startswith(path.rpartition("/")[2])
 
 
+@pytest.mark.timeout(900)
 def test_checkpoints_expire_also_across_a_restart(tmp_path: Path) -> None:
     with running_server(tmp_path / "run") as server:
         rest = tinker.RestClient(base_url=server.url, api_key=KEY)

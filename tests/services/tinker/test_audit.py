@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace as changed
 
-from offbeat.services.tinker.audit import ADAPTER, Evidence, find_problems
+from offbeat.services.tinker.audit import ADAPTER, CommandEvidence, find_problems
 from offbeat.services.tinker.records import AdapterVersion, AppliedCommand, CheckpointRecord, Lora, StepMetrics
 
 STEP = StepMetrics(at=1.0, version=1, loss=0.0, num_sequences=5, num_tokens=9, grad_norm=1.0, learning_rate=0.1)
@@ -21,7 +21,7 @@ def entry(kind: str, version: int, num_sequences: int = 0, num_added: int = 0, *
 
 
 @pytest.fixture
-def evidence(tmp_path: Path) -> Evidence:
+def evidence(tmp_path: Path) -> CommandEvidence:
     folder = tmp_path / "a@5"
     folder.mkdir()
     (folder / ADAPTER).touch()
@@ -42,18 +42,18 @@ def evidence(tmp_path: Path) -> Evidence:
         entry("forward_backward", 1, 4, 4),
         entry("load_weights", 2),
     ]
-    return Evidence(7, dict(enumerate(commands)), {3: STEP}, {PATH: saved}, frozenset({0, 2}))
+    return CommandEvidence(7, dict(enumerate(commands)), {3: STEP}, {PATH: saved}, frozenset({0, 2}))
 
 
-def with_command(evidence: Evidence, seq_id: int, **fields: Any) -> Evidence:
+def with_command(evidence: CommandEvidence, seq_id: int, **fields: Any) -> CommandEvidence:
     return replace(evidence, commands={**evidence.commands, seq_id: changed(evidence.commands[seq_id], **fields)})
 
 
-def test_each_command_once_is_proven(evidence: Evidence) -> None:
+def test_each_command_once_is_proven(evidence: CommandEvidence) -> None:
     assert find_problems(evidence) == []
 
 
-def test_a_command_without_an_entry_is_named(evidence: Evidence) -> None:
+def test_a_command_without_an_entry_is_named(evidence: CommandEvidence) -> None:
     assert find_problems(replace(evidence, applied=9))[0].startswith("command 8 has no entry, 2 in all")
 
 
@@ -69,19 +69,19 @@ def test_a_command_without_an_entry_is_named(evidence: Evidence) -> None:
     ],
 )
 def test_a_command_that_is_twice_or_not_in_the_weights_is_named(
-    evidence: Evidence, seq_id: int, fields: dict[str, Any], problem: str
+    evidence: CommandEvidence, seq_id: int, fields: dict[str, Any], problem: str
 ) -> None:
     assert any(each.startswith(problem) for each in find_problems(with_command(evidence, seq_id, **fields)))
 
 
-def test_metrics_of_other_weights_are_named(evidence: Evidence) -> None:
+def test_metrics_of_other_weights_are_named(evidence: CommandEvidence) -> None:
     steps = {3: changed(STEP, num_sequences=4)}
     assert find_problems(replace(evidence, steps=steps)) == [
         "the metrics of command 3 are of version 1 and 4 sequences"
     ]
 
 
-def test_a_checkpoint_without_its_weights_is_named(evidence: Evidence) -> None:
+def test_a_checkpoint_without_its_weights_is_named(evidence: CommandEvidence) -> None:
     record = evidence.checkpoints[PATH]
     (Path(record.adapter.folder) / ADAPTER).unlink()
     other = changed(record, adapter=changed(record.adapter, version=2))
@@ -90,6 +90,6 @@ def test_a_checkpoint_without_its_weights_is_named(evidence: Evidence) -> None:
     assert problems[1].startswith(f"{PATH} has no file")
 
 
-def test_tokens_of_unknown_weights_are_named(evidence: Evidence) -> None:
+def test_tokens_of_unknown_weights_are_named(evidence: CommandEvidence) -> None:
     sampled = replace(evidence, sampled=frozenset({1, 4}))
     assert find_problems(sampled) == ["tokens were sampled by version 4, and 2 is the newest"]

@@ -9,7 +9,7 @@ import pytest
 from redis import Redis
 
 from offbeat.services.redis.connection import connect
-from offbeat.services.tinker.audit import Evidence, find_problems
+from offbeat.services.tinker.audit import CommandEvidence, find_problems
 from offbeat.services.tinker.log import CommandLog, Write
 from offbeat.services.tinker.records import (
     AppliedCommand,
@@ -135,7 +135,7 @@ def problems(log: CommandLog, redis: Redis, model_id: str) -> list[str]:
     applied = read(redis, log.keys.applied_commands(model_id), AppliedCommand)
     steps = read(redis, log.keys.metrics(model_id), StepMetrics)
     assert (len(applied), len(steps)) == (NUM_COMMANDS // len(MODELS), STEPS)
-    return find_problems(Evidence(log.applied(model_id), applied, steps, {}))
+    return find_problems(CommandEvidence(log.applied(model_id), applied, steps, {}))
 
 
 def read(redis: Any, key: str, kind: type[RecordT]) -> dict[int, RecordT]:
