@@ -2,8 +2,8 @@
 
     python -m offbeat.benchmarks.studies.pipeline_curves --out DIR [--only NAME ...] [--seeds 42,1,2] [--plot FOLDER]
 
-A run is `DIR/NAME-sSEED`: a finished one is kept, a stopped one resumed. `dpo` takes the first policy and the pairs from
-the first seed's `sft`; `distill` has a teacher for each seed. `--plot` plots the finished runs and starts none.
+A run is `DIR/NAME-sSEED`: a finished one is kept, a stopped one resumed. `dpo` starts from the first seed's `sft`;
+`distill` has a teacher for each seed. `--plot` plots the finished runs and starts none.
 """
 
 # pyright: basic
@@ -28,7 +28,7 @@ LAKES = CONFIGS / "quickstart.yaml"
 FROZEN_LAKE, ARITHMETIC, PROGRAMS = (
     f"offbeat.envs.{name}" for name in ("frozen_lake.rows", "dataset.arithmetic", "dataset.programs")
 )
-PAIR_EPISODES, ROW_EPISODES, VALIDATION_EPISODES = 3072, 1024, 64
+ROW_EPISODES, VALIDATION_EPISODES = 1024, 64
 
 
 @dataclass(frozen=True)
@@ -111,12 +111,10 @@ def sft(study: Study, _seed: int) -> Prepared:
 
 def dpo(study: Study, _seed: int) -> Prepared:
     policy = study.run("sft", study.first_seed).checkpoints[-1]
-    rows = study.episodes(
-        "lake_pairs", policy, PAIR_EPISODES, "--split", "train", "--seed", "21", "--group-size", "8", "--per", "pair"
-    )
+    rows = study.data("pairs", FROZEN_LAKE, "--pairs", "--rows", "1024")
+    validation = study.data("pairs_val", FROZEN_LAKE, "--pairs", "--rows", "128", "--seed", "1")
     return CONFIGS / "dpo.yaml", [
-        f"pretrain={policy}", f"data.dataset_name={rows}", "data.val_dataset_name=null", "data.num_train_epochs=6",
-        "dpo.precompute_ref_log_probs=true", "eval_steps=11", *evaluated(),
+        f"pretrain={policy}", f"data.dataset_name={rows}", f"data.val_dataset_name={validation}", *evaluated(),
     ]  # fmt: skip
 
 
