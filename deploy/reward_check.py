@@ -182,7 +182,8 @@ def _label(row: Row, columns: Columns) -> float | None:
 def _agree(name: str, rows: Sequence[ScoredRow], threshold: float) -> Agreement:
     scored = [row for row in rows if name in row.values]
     values = np.array([row.values[name] for row in scored])
-    seconds = [row.seconds.get(name, sum(row.seconds.values())) for row in rows if row.seconds]
+    timed = [row.seconds for row in rows if (row.seconds if name == SCORE else name in row.seconds)]
+    seconds = [sum(times.values()) if name == SCORE else times[name] for times in timed]
     labelled = [row for row in scored if row.label is not None]
     basics = {
         "name": name,

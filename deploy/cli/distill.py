@@ -72,5 +72,8 @@ def prepare_run(config: "RunConfig") -> dict[str, int]:
                 load_scorer(run, role, folder),
                 show=lambda path, done, total, lines=lines: bar.update(lines[path], completed=done, total=total),
             )
-            bar.print(f"{role.name}: {scored[role.name]} rows scored, {key}")
+            for path, source in sources:
+                bar.update(lines[str(path)], completed=source.num_rows)
+            total = sum(source.num_rows for _, source in sources)
+            bar.print(f"{role.name}: {scored[role.name]} of {total} rows scored now, {key}")
     return scored

@@ -26,6 +26,12 @@ from offbeat.trainer.trackers.registry import TRACKERS
 
 OWN_PACKAGE = "offbeat"
 OPPONENTS = "offbeat.deploy.agents.opponents"
+HARBOR_AGENTS = "offbeat.deploy.agents.harbor_shell"
+HARBOR_AGENT_KEYS = {
+    "name", "import_path", "model_name", "kwargs", "env", "override_timeout_sec", "override_setup_timeout_sec",
+    "max_timeout_sec",
+}  # fmt: skip
+"""Keys of Harbor's `agent` block that start nothing besides the agent."""
 SECRET = "an environment variable of the service, which would be sent to a URL,"
 TEXT_ENGINE_KEYS = ("dtype", "kv_cache_dtype")
 """Engine arguments that may be texts; others name classes, plugins, files or hosts."""
@@ -101,6 +107,8 @@ def check_definitions(config: RunConfig, rights: Rights, on_step: OnStep) -> Ite
             yield ConfigIssue(code.key, f"{code.path} is not an env")
         elif ".opponents." in code.key and module.partition(".")[0] == OWN_PACKAGE and module != OPPONENTS:
             yield ConfigIssue(code.key, f"{code.path} is not an opponent of {OPPONENTS}")
+        elif ".env_config.agent." in code.key and module.partition(".")[0] == OWN_PACKAGE and module != HARBOR_AGENTS:
+            yield ConfigIssue(code.key, f"{code.path} is not an agent of {HARBOR_AGENTS}")
 
 
 def _is_env(value: object) -> bool:
@@ -144,6 +152,11 @@ def _env_code(key: str, env_type: str, env_config: Mapping[str, Any]) -> Iterato
         yield CodePath(f"{key}.env_config.id", name.partition(":")[0])
     if env_type == "pettingzoo":
         yield from _game_code(f"{key}.env_config", env_config)
+    if env_type == "harbor":
+        for key_of_class in ("import_path", "name"):  # Harbor takes `module:Class` in both
+            path = _table(env_config, "agent").get(key_of_class)
+            if isinstance(path, str) and (key_of_class == "import_path" or ":" in path):
+                yield CodePath(f"{key}.env_config.agent.{key_of_class}", path)
     if env_type == "verifiers" and isinstance(name, str):
         yield CodePath(f"{key}.env_config.id", name.rpartition("/")[2].replace("-", "_"))
     wrapped, settings = env_config.get("env_type"), env_config.get("env_config", {})
@@ -161,9 +174,13 @@ def _game_code(key: str, env_config: Mapping[str, Any]) -> Iterator[CodePath]:
 
 
 def _opponents(env_config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    opponents: object = env_config.get("opponents")
-    named = cast(dict[str, Any], opponents) if isinstance(opponents, dict) else {}
+    named = _table(env_config, "opponents")
     return {seat: cast(dict[str, Any], each) for seat, each in named.items() if isinstance(each, dict)}
+
+
+def _table(env_config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    table: object = env_config.get(key)
+    return cast(dict[str, Any], table) if isinstance(table, dict) else {}
 
 
 def programs(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -211,9 +228,8 @@ def _env_programs(key: str, env_type: str, env_config: Mapping[str, Any]) -> Ite
             args: object = opponent.get("args")
             if isinstance(args, dict) and "api_key_env" in args:
                 yield f"{key}.opponents.{seat}.args.api_key_env", SECRET
-    sandbox = env_config.get("sandbox")
-    if env_type == "harbor" and isinstance(sandbox, dict) and "image" in sandbox:
-        yield f"{key}.sandbox.image", "a container's image"
+    if env_type == "harbor":
+        yield from _trial_programs(key, env_config)
     if env_type == "code" and _may_lack_isolation(env_config.get("sandbox")):
         yield f"{key}.sandbox.isolation", "running programs without isolation"
     if env_type == "tools":
@@ -227,6 +243,19 @@ def _env_programs(key: str, env_type: str, env_config: Mapping[str, Any]) -> Ite
         wrapped, settings = env_config.get("env_type"), env_config.get("env_config", {})
         if isinstance(wrapped, str) and isinstance(settings, dict):
             yield from _env_programs(f"{key}.env_config", wrapped, cast(dict[str, Any], settings))
+
+
+def _trial_programs(key: str, env_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if "image" in _table(env_config, "sandbox"):
+        yield f"{key}.sandbox.image", "a container's image"
+    if env_config.get("environment"):
+        yield f"{key}.environment", "an environment of Harbor's, which can name code,"
+    agent = _table(env_config, "agent")
+    for name in sorted(agent.keys() - HARBOR_AGENT_KEYS):
+        yield f"{key}.agent.{name}", "this key of Harbor's, which can name programs,"
+    for path, text in _texts(f"{key}.agent", agent):
+        if "${" in text:
+            yield path, SECRET
 
 
 def _may_lack_isolation(limits: object) -> bool:
@@ -248,6 +277,8 @@ def written_places(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "resume_from_checkpoint", str(config.resume_from_checkpoint)
     if config.checkpoint_config is not None:
         yield "checkpoint_config.output_dir", config.checkpoint_config.output_dir
+    for tag, env in config.custom_envs.items():
+        yield from _env_places(f"custom_envs.{tag}.env_config", env.env_config)
     if config.reads_data and config.dpo.precompute_ref_log_probs and config.data is not None:
         for name in ("dataset_name", "val_dataset_name"):
             if path := getattr(config.data, name):
@@ -260,6 +291,13 @@ def written_places(config: RunConfig) -> Iterator[tuple[str, str]]:
         for path, text in _texts(key, tree):
             if _is_place(text):
                 yield path, text.removeprefix("sqlite:///")
+
+
+def _env_places(key: str, env_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if isinstance(folder := env_config.get("trials_dir"), str):
+        yield f"{key}.trials_dir", folder
+    if wrapped := _table(env_config, "env_config"):
+        yield from _env_places(f"{key}.env_config", wrapped)
 
 
 def _is_place(text: str) -> bool:

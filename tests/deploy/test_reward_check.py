@@ -53,6 +53,22 @@ def test_agreement_failures_and_the_slowest(files: tuple[Path, Path]):
     assert report["slowest"][0]["seconds"] >= report["slowest"][1]["seconds"]
 
 
+def test_a_rewards_time_is_that_of_its_own_rows(tmp_path: Path):
+    """Of a row that another reward scores it is no part."""
+    config, data = tmp_path / "run.yaml", tmp_path / "answers.jsonl"
+    slow = {"name": "slow", "kind": "function", "path": f"{FUNCTIONS}:sleep_as_told", "tags": ["a"]}
+    config.write_text(yaml.safe_dump({"rewards": [slow, {**FORMAT, "tags": ["b"]}, {**MATH, "tags": ["c"]}]}))
+    rows = [{"response": "0.3", "tag": "a"}, {"response": "boxed", "tag": "b"}]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = json.loads(run(config, data, "--json"))
+    times = {each["name"]: (each["seconds_mean"], each["seconds_max"]) for each in report["rewards"]}
+    measured = {each["reward"]: each["seconds"] for each in report["slowest"]}
+    assert times["slow"] == (measured["slow"], measured["slow"])
+    assert times["format"] == (measured["format"], measured["format"])
+    assert times["math"] == (0.0, 0.0)
+    assert times["score"][1] == measured["slow"] > measured["format"]
+
+
 def test_the_table(files: tuple[Path, Path]):
     config, data = files
     output = run(config, data, exit_code=1)

@@ -19,7 +19,6 @@ ARCHITECTURES: dict[CriticModelType, str] = {
     "auto_token_classification": "ForTokenClassification",
 }
 """End of a classifier's name in `config.json`."""
-UNUSED_REFERENCE = "the reference is not used without use_kl_loss or add_token_level_kl: leave it out"
 
 
 def check_learner(config: LearnerConfig) -> Iterator[ConfigIssue]:
@@ -104,7 +103,7 @@ def _check_models(config: LearnerConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue("reward_pretrain", "there is no critic of its own: leave it out, or take adv_estimator gae")
     if not config.needs_reference and not _is_switched_off(config):
         for key in _leaves(config.reference.model_args.model_dump(exclude_none=True)):
-            yield ConfigIssue(f"reference.model_args.{key}", UNUSED_REFERENCE)
+            yield ConfigIssue(f"reference.model_args.{key}", _unused_reference(config))
     elif config.actor_train.model_args.lora_target is not None and not config.reference.model_args.model_name_or_path:
         for key in _leaves(config.reference.model_args.overrides):
             yield ConfigIssue(
@@ -129,15 +128,23 @@ def _is_switched_off(config: LearnerConfig) -> bool:
     return "init_kl_coef" in config.model_fields_set and not config.init_kl_coef
 
 
+def _unused_reference(config: LearnerConfig) -> str:
+    """Return why the configuration has no use for a reference."""
+    if config.pipeline not in ("dpo", "online_dpo"):
+        return "the reference is not used without use_kl_loss or add_token_level_kl: leave it out"
+    user = "reference_free" if config.dpo.reference_free else f"loss_type {config.dpo.loss_type}"
+    return f"the reference is not used with {user} (dpo): leave it out"
+
+
 def _check_reference(config: LearnerConfig) -> Iterator[ConfigIssue]:
     is_unused = not config.needs_reference and not _is_switched_off(config)
     if is_unused and not config.reads_data and config.reference.infer_batch_size is not None:
-        yield ConfigIssue("reference.infer_batch_size", UNUSED_REFERENCE)
+        yield ConfigIssue("reference.infer_batch_size", _unused_reference(config))
     key, name = "reference.strategy_args.strategy_name", config.reference.strategy_args.strategy_name
     if name == "hf_infer":
         return
     if is_unused:
-        yield ConfigIssue(key, UNUSED_REFERENCE)
+        yield ConfigIssue(key, _unused_reference(config))
     own_model = config.reference.model_args.model_name_or_path is not None
     if config.actor_train.model_args.lora_target is not None and not own_model:
         yield ConfigIssue(key, "with lora_target the reference is the policy without its adapters: leave it out")
@@ -149,11 +156,11 @@ def _check_reference(config: LearnerConfig) -> Iterator[ConfigIssue]:
 
 def _check_service(config: LearnerConfig) -> Iterator[ConfigIssue]:
     """Yield what a service beside the learner can't score."""
-    if config.reference.strategy_args.placement == "learner":
+    if config.reference.strategy_args.placement == "learner" or config.reads_data:  # of these, `check_data`
         return
     key = "reference.strategy_args.placement"
     if not config.needs_reference and not _is_switched_off(config):
-        yield ConfigIssue(key, UNUSED_REFERENCE)
+        yield ConfigIssue(key, _unused_reference(config))
     for full in config.full_kls:
         yield ConfigIssue(
             key, f"service gives logprobs of sampled tokens, and {full} full needs all of the vocabulary: take k3"

@@ -64,7 +64,7 @@ def check_run(
     """
     on_step("group_filter_cls, track_with", "import of classes")
     issues = [
-        *_check_static(config, cores, nodes, started=started),
+        *_check_static(config, cores, nodes, on_step, started=started),
         *check_rows(config, on_step),
         *check_rewards(config, on_step),
         *_check_env(config, on_step),
@@ -91,7 +91,12 @@ def _check_functions(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue
 
 
 def _check_static(
-    config: RunConfig, cores: float | None, nodes: Sequence[ClusterNode] | None, *, started: bool = False
+    config: RunConfig,
+    cores: float | None,
+    nodes: Sequence[ClusterNode] | None,
+    on_step: OnStep = ignore_step,
+    *,
+    started: bool = False,
 ) -> list[ConfigIssue]:
     if cores is None:
         cores = float(len(os.sched_getaffinity(0)))
@@ -106,18 +111,24 @@ def _check_static(
         *check_devices(config, nodes),
         *_check_model(config),
         *check_engine_arguments(config),
-        *check_hf_infer(config),
         *check_sglang(config),
-        *check_resumed_model(config),
-        *check_model_split(config),
         *check_experts(config),
-        *check_megatron(config),
+        *_check_architecture(config, on_step),
         *check_sampling(config),
         *check_lora(config),
         *_check_paths_and_addresses(config),
         *_check_tracing(config),
         *_check_unused(config, started=started or bool(config.resume_from_checkpoint)),
     ]
+
+
+def _check_architecture(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
+    """Yield issues of the policy's architecture; the tiny policy's depends on words that the envs' code declares."""
+    on_step("custom_envs", "reading the envs' words for the tiny policy")
+    yield from check_hf_infer(config)
+    yield from check_resumed_model(config)
+    yield from check_model_split(config)
+    yield from check_megatron(config)
 
 
 def _check_unused(config: RunConfig, *, started: bool) -> Iterator[ConfigIssue]:

@@ -82,7 +82,7 @@ def _cases(value: Any, kind: str, sample: RewardSample) -> Iterator[Case]:
                 yield _pytest_file(source)
         case "assert":
             for code in [value] if isinstance(value, str) else value or ():
-                yield AssertCase(_python(code))
+                yield from map(AssertCase, _assertions(_python(code)))
         case "stdio":
             for test_input, output in _pairs(value):
                 yield StdioCase(_text(test_input), _text(output))
@@ -129,6 +129,13 @@ def _equation(name: str, arguments: Any, output: Any) -> str:
     expected = json.loads(output) if isinstance(output, str) and isinstance(arguments, str) else output
     function = f"{name.rpartition('.')[0]}().{name.rpartition('.')[2]}" if "." in name else name
     return f"assert {function}({', '.join(map(repr, values))}) == {expected!r}"
+
+
+def _assertions(code: str) -> list[str]:
+    """Return the assertions of a text that has nothing else, as tests of their own; else the text, as one test."""
+    statements = ast.parse(code).body
+    is_plain = len(statements) > 1 and all(isinstance(each, ast.Assert) for each in statements)
+    return [ast.unparse(each) for each in statements] if is_plain else [code]
 
 
 def _python(code: Any) -> str:

@@ -29,7 +29,8 @@ class MultipleChoice:
         if letter is None and isinstance(truth, int) and 0 <= truth < len(self._letters):  # index, as in MMLU
             letter = self._letters[truth]
         if letter is None or letter not in self._letters:
-            raise RewardError(Failure.BAD_ROW, f"ground_truth {str(truth)[:80]!r} is no letter of {self._letters}")
+            wanted = f"neither a letter of {self._letters} nor an index, a number from 0 to {len(self._letters) - 1}"
+            raise RewardError(Failure.BAD_ROW, f"ground_truth {str(truth)[:80]!r} is {wanted}")
         return letter
 
 

@@ -182,6 +182,11 @@ PLAIN = {
 """Keys that take a text and name neither code nor a place to write to, and why."""
 
 
+def trial(**env_config: Any) -> dict[str, Any]:
+    """Return an env whose episodes Harbor runs."""
+    return {"env_type": "harbor", "env_config": {"played_by": "agent", **env_config}}
+
+
 def text_keys(model: type[BaseModel], before: tuple[str, ...] = ()) -> set[str]:
     """Keys that take a text, a path or any JSON value."""
     keys = {".".join(before)} if model.model_config.get("extra") == "allow" else set[str]()
@@ -251,6 +256,22 @@ def test_code_programs_and_folders_beyond_the_rights_are_refused(key: str, tmp_p
             "env_config.sandbox.isolation",
         ),
         ({"env_type": "harbor", "env_config": {"sandbox": {"image": "ubuntu:24.04"}}}, "env_config.sandbox.image"),
+        (trial(agent={"import_path": "evil:Agent"}), "env_config.agent.import_path"),
+        (trial(agent={"name": "evil:Agent"}), "env_config.agent.name"),
+        (trial(agent={"name": "terminus-2", "mcp_servers": [{"command": "sh"}]}), "env_config.agent.mcp_servers"),
+        (
+            trial(agent={"import_path": "my_envs:Agent", "env": {"HEADER": "${SECRET}"}}),
+            "env_config.agent.env.HEADER",
+        ),
+        (trial(environment={"import_path": "evil:Environment"}), "env_config.environment"),
+        (trial(environment={"type": "docker"}), "env_config.environment"),
+        (
+            {
+                "env_type": "tools",
+                "env_config": {"env_type": "harbor", "env_config": {"agent": {"name": "evil:Agent"}}},
+            },
+            "env_config.env_config.agent.name",
+        ),
         (
             {
                 "env_type": "tools",
@@ -291,6 +312,18 @@ def test_code_within_an_envs_settings_is_refused(env: dict[str, Any], path: str,
     config = validate_tree({"custom_envs": {"A": env}, "output_dir": str(tmp_path)})
     (issue,) = check_rights(config, Rights(("my_envs",)))
     assert issue.path == f"custom_envs.A.{path}"
+
+
+def test_a_trial_of_allowed_code_in_an_allowed_folder_passes(tmp_path: Path):
+    agent = {"import_path": "my_envs:Agent", "model_name": "m", "kwargs": {"turns": 3}, "env": {"KEY": "{api_key}"}}
+    rights = Rights(("my_envs",), (str(tmp_path),))
+
+    def issues(folder: Path) -> list[str]:
+        tree = {"custom_envs": {"A": trial(agent=agent, trials_dir=str(folder))}, "output_dir": str(tmp_path)}
+        return [issue.path for issue in check_rights(validate_tree(tree), rights)]
+
+    assert issues(tmp_path / "trials") == []
+    assert issues(Path("/etc")) == ["custom_envs.A.env_config.trials_dir"]
 
 
 def test_trusting_a_model_folders_code_is_refused(tmp_path: Path):

@@ -32,6 +32,11 @@ class HangingReset(FrozenLakeEnv):
         subprocess.Popen(["sleep", "1013"])
         time.sleep(1000)
 
+class HangingWords(FrozenLakeEnv):
+    @property
+    def words(self):
+        time.sleep(1000)
+
 class Crashing(FrozenLakeEnv):
     def reset(self, **options):
         os._exit(3)
@@ -79,6 +84,23 @@ async def test_an_env_that_hangs_or_crashes_is_named_with_its_key_and_killed(
     ours = {child.pid for child in psutil.Process(os.getpid()).children(recursive=True)}
     named = psutil.process_iter(["pid", "cmdline"])
     assert not [each for each in named if each.pid in ours and "validation_main" in str(each.info["cmdline"])]
+
+
+@pytest.mark.usefixtures("modules")
+async def test_a_hanging_declaration_of_words_is_named_where_an_engine_needs_the_tiny_policy():
+    """They are read before the first episode, by the check of `hf_infer`."""
+    config = with_env("own_envs:HangingWords")
+    strategy = config.actor_infer.strategy_args.model_copy(update={"strategy_name": "hf_infer"})
+    infer = config.actor_infer.model_copy(update={"strategy_args": strategy})
+    with pytest.raises(ConfigError, match=r"^custom_envs: reading the envs' words for the tiny policy did not end"):
+        await check_in_process(config.model_copy(update={"actor_infer": infer}), timeout_s=6.0)
+
+
+@pytest.mark.usefixtures("modules")
+async def test_an_agent_of_harbors_trials_is_no_way_to_offbeats_functions():
+    agent = "{played_by: agent, agent: {name: 'offbeat.envs.class_path:load_object', kwargs: {path: 'x:y'}}}"
+    with pytest.raises(RightsError, match=r"custom_envs\.Own\.env_config\.agent\.name.*is not an agent"):
+        await check_in_process(with_env("harbor", agent), rights=Rights(("offbeat.*",)))
 
 
 @pytest.mark.usefixtures("modules")

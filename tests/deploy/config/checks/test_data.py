@@ -207,6 +207,10 @@ def test_a_reference_needs_a_loss_that_has_one(tmp_path: Path):
     assert not load(tmp_path, "dpo", "dpo.loss_type=simpo").needs_reference
     issues = refused(tmp_path, "dpo", "dpo.loss_type=simpo", "reference.infer_batch_size=4")
     assert "no reference" in issues["reference"]
+    given = ("dpo.loss_type=simpo", "dpo.precompute_ref_log_probs=true")
+    assert list(refused(tmp_path, "dpo", *given)) == ["dpo.precompute_ref_log_probs"]  # not what it would have set
+    issues = refused(tmp_path, "dpo", "dpo.reference_free=true", "reference.model_args.dtype=bfloat16")
+    assert "reference is not used with reference_free (dpo)" in issues["reference.model_args.dtype"]
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,8 @@ def test_assert_lines():
     tests = ["assert add(1, 2) == 3", "assert add(-1, 2) == 1"]
     assert rate(ADD, tests) == 1.0
     assert rate(WRONG_FOR_NEGATIVE, tests) == 0.5
+    assert rate(WRONG_FOR_NEGATIVE, "\n".join(tests)) == rate(WRONG_FOR_NEGATIVE, ["\n".join(tests)]) == 0.5
+    assert rate(WRONG_FOR_NEGATIVE, "\n".join(["total = 1", *tests])) == 0.0  # one test, for a line may need another
     assert score("code_sandbox", ADD, tests) == 1.0
     assert score("code_sandbox", WRONG_FOR_NEGATIVE, tests) == 0.0
 
