@@ -11,11 +11,13 @@ from offbeat.deploy.config.importing.rules import (
     Key,
     Rule,
     Tree,
+    apply,
     apply_aliases,
     get,
     get_table,
     missing,
     no_effect,
+    put,
     rename,
     same,
     take_file,
@@ -37,6 +39,8 @@ NUM_PROMPTS, NUM_ADDITIONAL = 128, 16
 """ROLL's defaults."""
 OVERSAMPLING = "part of a batch ahead, so that filtered groups are replaced at once"
 MAX_SHARE_ERROR = 1e-6
+SERVED = ("inference", "cluster")
+"""ROLL's types of judges whose model it serves: by the reward's own workers, or by `reward_model`."""
 IN_WORKERS = "rewards are computed in env workers, or in num_replicas of their own"
 
 
@@ -54,7 +58,7 @@ def _is_judge(key: Key) -> bool:
 
 def _has_own_model(key: Key) -> bool:
     """Return whether it is a judge whose model ROLL serves itself."""
-    return _is_judge(key) and get(key.tree, (*key.path[:2], "judge_model_type")) == "inference"
+    return _is_judge(key) and get(key.tree, (*key.path[:2], "judge_model_type")) in SERVED
 
 
 def _model(key: Key) -> Outcome:
@@ -82,6 +86,17 @@ def _judge_argument(key: Key) -> Outcome | None:
     if not _has_own_model(key) or get(key.tree, (*key.path[:2], "strategy_args", "strategy_name")) != "vllm":
         return None
     return engine_argument(key) or apply_aliases(key)
+
+
+def _shared_judge(key: Key) -> Outcome | None:
+    """Give the keys of ROLL's `reward_model` to the one judge that calls it."""
+    rewards = get_table(key.tree, "rewards")
+    callers = [name for name, reward in rewards.items() if (reward or {}).get("judge_model_type") == "cluster"]
+    if len(callers) != 1 or key.path[1:] == ("model_args", "model_name_or_path"):
+        return None
+    judge = {**get_table(key.tree, "reward_model"), **rewards[callers[0]]}
+    tree = {**key.tree, "rewards": {**rewards, callers[0]: judge}}
+    return apply(REWARDS, Key(("rewards", callers[0], *key.path[1:]), key.value, tree))
 
 
 def _crossthink_mode(key: Key) -> Outcome:
@@ -128,11 +143,13 @@ REWARDS: tuple[tuple[str, Rule], ...] = (
     ("rewards.*.strategy_args.strategy_name", _judge_engine),
     ("rewards.*.strategy_args.strategy_config.*", _judge_argument),
     ("rewards.*.device_mapping", _judge_key),
-    ("rewards.*.judge_model_type", same("the mesh serves its model", "inference")),
+    ("rewards.*.judge_model_type", same("the mesh serves its model", *SERVED)),
     ("rewards.*.judge_model_type", missing("a service with OpenAI's API (`vllm serve`): set url")),
     ("rewards.*.judge_api_key", missing("keys are read from the environment, not from files")),
     ("rewards.*.name", no_effect("the domain names it")),
     ("rewards.**", missing(IN_WORKERS)),
+    ("reward_model.model_args.model_name_or_path", no_effect("ROLL's judge names its model itself")),
+    ("reward_model.**", _shared_judge),
     ("reward_model.**", missing("a judge has a model of its own (model_args of its reward), or set its url")),
 )  # fmt: skip
 
@@ -273,6 +290,9 @@ def name_domains(tree: Tree, source: Tree) -> None:
     if isinstance(answer, int):
         template["max_tokens_per_step"] = answer
     tree["custom_envs"] = {str(name): dict(template) for name in domains}
+    shares = get_table(tree, "data.domain_interleave_probs")
+    if shares and (taught := [str(name) for name in domains if str(name) in shares]) != [*map(str, domains)]:
+        put(tree, ("train_env_manager", "tags"), taught)  # ROLL trains on no other domain
     rewards = tree.get("rewards", {})
     tree["rewards"] = [_name_reward(str(name), rewards.get(str(name), {})) for name in domains]
 

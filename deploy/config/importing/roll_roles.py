@@ -280,6 +280,10 @@ def _unused(key: Key) -> Outcome | None:
     return None if is_used else Outcome("no effect", note="no KL needs the reference")
 
 
+def _policy_folder(key: Key) -> Outcome | None:
+    return Outcome("same", note="pretrain") if key.value == get(key.tree, "pretrain") else None
+
+
 SCORED: tuple[tuple[str, Rule], ...] = (("reference.**", _unused), ("critic.**", _unused), ("reward_pretrain", _unused))
 ROLES: tuple[tuple[str, Rule], ...] = (
     ("critic.device_mapping", _own_devices),
@@ -287,6 +291,9 @@ ROLES: tuple[tuple[str, Rule], ...] = (
     *((f"{role}.strategy_args.strategy_name", _frozen_strategy) for role in FROZEN),
     *((f"{role}.strategy_args.strategy_config.**", missing("no setting of the frozen model's engine")) for role in FROZEN),
     *((f"{role}.training_args.**", no_effect("the model is frozen")) for role in FROZEN),
+    ("actor_train.model_args.model_name_or_path", _policy_folder),
+    ("critic.model_args.model_type", lambda key: Outcome("same", note="a new value head, if the folder has none")
+     if key.value == "trl" else None),
     ("critic.strategy_args.**", same("the policy's engine")),
     ("critic.training_args.per_device_train_batch_size|gradient_accumulation_steps|weight_decay|lr_scheduler_type",
      missing("the policy's batches and optimizer")),

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from offbeat.deploy.config.importing.fitting import check_imported
 from offbeat.deploy.config.importing.report import KeyReport
@@ -119,6 +120,50 @@ def test_a_trial_has_its_judge_on_cpus():
     assert "device_mapping" not in judge
     assert judge["model_args"] == {"model_name_or_path": "virtuoussy/Qwen2.5-7B-Instruct-RLVR", "dtype": "bfloat16"}
     assert judge["strategy_args"]["strategy_config"] == {"max_model_len": 8000, "load_format": "auto"}
+
+
+def test_a_judge_on_a_cluster_has_the_model_of_reward_model(tmp_path: Path):
+    """As in ROLL's rlvr_config_8gpus_llm_as_judge_server.yaml."""
+    source = yaml.safe_load(RLVR.read_text())
+    judge = source["rewards"]["llm_judge"]
+    source["reward_model"] = {
+        "name": "reward_llm",
+        "model_args": {"model_name_or_path": "another", "dtype": "bf16"},
+        **{key: judge.pop(key) for key in ("strategy_args", "device_mapping")},
+    }
+    judge |= {"judge_model_type": "cluster", "world_size": 32}
+    (tmp_path / "rlvr.yaml").write_text(yaml.safe_dump(source, sort_keys=False))
+    expected, _, _ = translate_roll(RLVR)
+    tree, reports, _ = translate_roll(tmp_path / "rlvr.yaml")
+    assert tree["rewards"][4] == expected["rewards"][4]
+    found = by_key(reports)
+    assert found["reward_model.device_mapping"].outcome.target == ("rewards", "llm_judge", "device_mapping")
+    assert found["reward_model.model_args.model_name_or_path"].outcome.status == "no effect"
+    assert found["reward_model.name"].outcome.status == "no effect"
+
+
+def test_a_domain_without_a_share_is_not_trained(tmp_path: Path):
+    text = (
+        RLVR.read_text().replace("llm_judge: 0.1", "# llm_judge: 0.1").replace("code_sandbox: 0.3", "code_sandbox: 0.4")
+    )
+    (tmp_path / "rlvr.yaml").write_text(text)
+    config = validate_tree(import_roll(tmp_path / "rlvr.yaml").tree)
+    trained = ["crossthinkqa", "ifeval", "math_rule", "code_sandbox"]
+    assert config.train_env_manager.tags == tuple(trained)
+    assert [*config.custom_envs] == [*trained, "llm_judge"]
+
+
+def test_a_policy_named_twice_and_a_critic_with_a_new_head_are_taken(tmp_path: Path):
+    """`model_type: trl` is a language model with a value head."""
+    source = yaml.safe_load(RLVR.read_text())
+    source["actor_train"]["model_args"]["model_name_or_path"] = "${pretrain}"
+    source |= {"adv_estimator": "gae", "critic": {"model_args": {"model_type": "trl", "dtype": "bf16"}}}
+    (tmp_path / "rlvr.yaml").write_text(yaml.safe_dump(source, sort_keys=False))
+    imported = import_roll(tmp_path / "rlvr.yaml")
+    assert imported.to_do == ()
+    config = validate_tree(imported.tree)
+    assert config.critic.model_args.model_type is None
+    assert "model_name_or_path" not in imported.tree["actor_train"]["model_args"]
 
 
 def test_prompts_are_counted_as_trajectories():
