@@ -44,6 +44,18 @@ def uncollected_imports() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Allocate many objects that stay without collecting garbage, which would walk them again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def freeze_started() -> None:
     """Collect garbage, and exempt what is left from later collections.
 

@@ -15,7 +15,7 @@ RESTORED, RECONCILED = "restored", "reconciled"
 """Events after which Redis again knows what the journal proves."""
 
 
-@dataclass
+@dataclass(slots=True)
 class GroupLife:
     number: int
     admitted_version: int

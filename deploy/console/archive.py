@@ -12,7 +12,7 @@ from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import read_run
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.console.frames import EpisodeToReplay, render_frames
-from offbeat.deploy.console.groups import GroupIndex, page_of, select, view_of
+from offbeat.deploy.console.groups import GroupIndex, count_lags, page_of, select, view_of
 from offbeat.deploy.console.series import SeriesIndex
 from offbeat.deploy.console.trajectories import RecordedTrajectories
 from offbeat.deploy.run_setup import model_folder
@@ -23,6 +23,7 @@ from offbeat.services.control.console.schemas import (
     GroupDetailView,
     GroupsView,
     GroupView,
+    LagsView,
     SeriesView,
     TrajectoryView,
 )
@@ -63,6 +64,11 @@ class FolderArchive:
             ratios = self._trajectories.max_ratios()
             lives = select(self._groups.lives.values(), query, self._tag_of, ratios)
             return page_of(lives, query, lambda life: self._view(life, ratios))
+
+    def lags(self, groups: int, columns: int) -> LagsView:
+        with self._lock:
+            self._refresh()
+            return count_lags(self._groups.lives, groups, columns)
 
     def group(self, number: int) -> GroupDetailView:
         with self._lock:

@@ -4,6 +4,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
 
 from offbeat.deploy.audit.live_replay import LiveReplay
@@ -11,8 +12,9 @@ from offbeat.deploy.audit.lives import DROPPED, FAILED, TRAINED, GroupLife
 from offbeat.deploy.console.tail import JsonLinesTail
 from offbeat.services.buffer.group_ledger import LEDGER_FILE, parse_event
 from offbeat.services.control.console.archive import GroupQuery, UnknownGroupError
-from offbeat.services.control.console.schemas import GroupSort, GroupState, GroupsView, GroupView
+from offbeat.services.control.console.schemas import GroupSort, GroupState, GroupsView, GroupView, LagsView
 from offbeat.services.control.schemas import finite
+from offbeat.services.process import uncollected
 from offbeat.trainer.learner.step_ledger import STEPS_FILE, parse_journal_line
 
 REFRESH_INTERVAL_S = 0.5
@@ -40,9 +42,10 @@ class GroupIndex:
             self._replay.clear_events()
         if self._step_tail.restarted():
             self._replay.clear_lines()
-        events = [event for row in self._event_tail.read() if (event := parse_event(row)) is not None]
-        lines = [line for row in self._step_tail.read() if (line := parse_journal_line(row)) is not None]
-        self._replay.add(events, lines)
+        with uncollected():
+            events = [event for row in self._event_tail.read() if (event := parse_event(row)) is not None]
+            lines = [line for row in self._step_tail.read() if (line := parse_journal_line(row)) is not None]
+            self._replay.add(events, lines)
         self._refreshed_at = time.monotonic()
 
     def find(self, number: int) -> GroupLife:
@@ -89,6 +92,22 @@ def staleness_of(life: GroupLife) -> int | None:
     if life.step is None or life.oldest_version is None:
         return None
     return life.step - 1 - life.oldest_version
+
+
+def count_lags(lives: dict[int, GroupLife], groups: int, columns: int) -> LagsView:
+    """Count the lags of the newest consumed groups by ranges of steps."""
+    consumed = (life for life in reversed(lives.values()) if life.ending in ("", TRAINED))
+    lags = ((life.step, lag) for life in consumed if life.step is not None and (lag := staleness_of(life)) is not None)
+    newest = list(islice(lags, groups))
+    if not newest:
+        return LagsView(total=0, first=None, last=None, counts=[])
+    first, last = min(step for step, _ in newest), max(step for step, _ in newest)
+    num_steps, num_lags = last - first + 1, 1 + max(lag for _, lag in newest)
+    columns = min(columns, num_steps)
+    counts = [[0] * num_lags for _ in range(columns)]
+    for step, lag in newest:
+        counts[(step - first) * columns // num_steps][lag] += 1
+    return LagsView(total=len(newest), first=first, last=last, counts=counts)
 
 
 def select(

@@ -8,7 +8,8 @@ import msgspec
 logger = logging.getLogger(__name__)
 
 DECODER = msgspec.json.Decoder()
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 17
+"""Decoding one holds the interpreter lock: other threads wait."""
 
 
 class JsonLinesTail:

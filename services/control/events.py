@@ -16,12 +16,15 @@ from pydantic import BaseModel
 from redis.asyncio import Redis
 
 from offbeat.services.control.event_schemas import HistoryView, LifeView, MetricView
+from offbeat.services.control.run import RunState
 from offbeat.services.control.schemas import RunView
 from offbeat.services.keys import RunKeys
 from offbeat.services.telemetry import decode_record
 
 POLL_S = 0.25
 VIEW_INTERVAL_S = 1.0
+MAX_VIEW_AGE_S = 0.5
+"""Of a view built for another watcher."""
 PAGE_SIZE = 500
 POSITION = re.compile(r"(\d{1,20})-(\d{1,20}),(\d{1,20})-(\d{1,20}),(\d{1,20})-(\d{1,20})")
 START = "0-0"
@@ -66,17 +69,39 @@ class Event:
         return ServerSentEvent(raw_data=self.body.model_dump_json(), event=self.kind, id=str(self.position))
 
 
+class SharedViews:
+    """Views that all watchers of a run share."""
+
+    def __init__(self, view: Callable[[str], Awaitable[RunView]]) -> None:
+        self._view = view
+        self._building: dict[str, tuple[float, asyncio.Task[RunView]]] = {}
+
+    async def view(self, run_id: str) -> RunView:
+        """Return a view that is at most `MAX_VIEW_AGE_S` old."""
+        now = asyncio.get_running_loop().time()
+        self._building = {each: made for each, made in self._building.items() if now < made[0] + MAX_VIEW_AGE_S}
+        if run_id not in self._building:
+            self._building[run_id] = now, asyncio.create_task(self._build(run_id))
+        return await asyncio.shield(self._building[run_id][1])
+
+    async def _build(self, run_id: str) -> RunView:
+        return await self._view(run_id)
+
+
 class Feed:
     def __init__(
         self,
         redis: Redis,
         run_id: str,
         view: Callable[[], Awaitable[RunView]],
+        state: Callable[[], Awaitable[RunState]],
         kinds: Collection[EventKind] = tuple(EventKind),
     ) -> None:
+        """view: not called without `EventKind.RUN`, as the cheaper `state` suffices."""
         self.run_id = run_id
         self._redis: Any = redis
         self._view = view
+        self._state = state
         self._kinds = kinds
         keys = RunKeys(run_id)
         self._streams = {"metrics": keys.metrics, "life": keys.key("buffer", "life"), "history": keys.history}
@@ -92,24 +117,27 @@ class Feed:
 
     async def follow(self, position: Position) -> AsyncIterator[Event]:
         while True:
-            view = await self._due_view()
-            over = view is not None and view.state.is_terminal
+            view, is_over = await self._look()
             position, events = await self._read(position)
             for event in events:
                 yield event
-            if view is not None and EventKind.RUN in self._kinds and self._is_news(view):
+            if view is not None and self._is_news(view):
                 yield Event(EventKind.RUN, position, view)
-            if over and not events:
+            if is_over and not events:
                 return
             if not events:
                 await asyncio.sleep(POLL_S)
 
-    async def _due_view(self) -> RunView | None:
+    async def _look(self) -> tuple[RunView | None, bool]:
+        """Return the view, if it is due and wanted, and whether the run is known to be over."""
         now = asyncio.get_running_loop().time()
         if now < self._shown_at + VIEW_INTERVAL_S:
-            return None
+            return None, False
         self._shown_at = now
-        return await self._view()
+        if EventKind.RUN not in self._kinds:
+            return None, (await self._state()).is_terminal
+        view = await self._view()
+        return view, view.state.is_terminal
 
     def _is_news(self, view: RunView) -> bool:
         text = view.model_dump_json()

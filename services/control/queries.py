@@ -1,8 +1,9 @@
 """REST views of a run, read from Redis."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Protocol
 
 from offbeat.services.buffer.api import GroupProgress, Quarantined, Snapshot
@@ -26,7 +27,7 @@ from offbeat.services.control.store import RunStore
 from offbeat.services.diagnosis import RunFinding
 from offbeat.services.errors import CodecError
 from offbeat.services.live_settings import Settings, settings_now
-from offbeat.services.telemetry import MetricRecord
+from offbeat.services.telemetry import decode_record
 
 RATE_WINDOW_S = 15.0
 RATE_METRICS = {
@@ -143,19 +144,29 @@ def _findings(record: RunRecord, learner: LearnerReport, reports: ComponentRepor
     return [*first, *learner.findings]
 
 
+@lru_cache(maxsize=4096)
+def _totals(encoded: bytes) -> Mapping[str, float]:
+    """Return what a metric record adds to each rate; a window's records are decoded once, not by every view."""
+    record = decode_record(encoded)
+    totals = {
+        rate: record.values[name].total
+        for rate, (source, name) in RATE_METRICS.items()
+        if record.source == source and name in record.values
+    }
+    is_step = record.source == "learner" and record.step is not None
+    return {"steps": 1.0, **totals} if is_step else totals
+
+
 def _staleness(learner: LearnerReport, settings: Settings) -> StalenessView:
     mean, highest = learner.metrics.get("staleness"), learner.metrics.get("staleness_max")
     return StalenessView(mean=mean, max=highest, bound=settings.max_staleness)
 
 
-def _rates(records: Iterable[MetricRecord], learner: LearnerReport, now: float) -> RatesView:
-    totals, steps = dict.fromkeys(RATE_METRICS, 0.0), 0
+def _rates(records: Iterable[bytes], learner: LearnerReport, now: float) -> RatesView:
+    rates = dict.fromkeys(("steps", *RATE_METRICS), 0.0)
     for record in records:
-        steps += record.source == "learner" and record.step is not None
-        for rate, (source, name) in RATE_METRICS.items():
-            if record.source == source and (partial := record.values.get(name)) is not None:
-                totals[rate] += partial.total
-    rates = {"steps": steps / RATE_WINDOW_S, **{rate: total / RATE_WINDOW_S for rate, total in totals.items()}}
+        for rate, total in _totals(record).items():
+            rates[rate] += total / RATE_WINDOW_S
     step_s = learner.metrics.get("time/step_s", 0.0)
     if step_s > RATE_WINDOW_S:  # no window holds two such steps: the newest one's rate, until the next is overdue
         span_s = max(step_s, now - learner.doing.get("since", now))

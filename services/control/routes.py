@@ -16,6 +16,7 @@ from offbeat.services.control.events import (
     EventKind,
     Feed,
     Position,
+    SharedViews,
 )
 from offbeat.services.control.http_errors import HttpError, refusals
 from offbeat.services.control.request_bodies import (
@@ -153,6 +154,7 @@ def run_routes(service: ControlService) -> APIRouter:
 
 def _add_events(routes: APIRouter, service: ControlService) -> None:
     watchers: set[Feed] = set()
+    views = SharedViews(service.view)
 
     async def open_feed(
         run_id: RunId,
@@ -169,7 +171,11 @@ def _add_events(routes: APIRouter, service: ControlService) -> None:
         record = await service.store.load(run_id)
         if len(watchers) >= MAX_WATCHERS:
             raise HttpError(429, "too_many_watchers", f"{MAX_WATCHERS} event streams are open already")
-        feed = Feed(service.store.redis, run_id, lambda: service.view(run_id), kind or tuple(EventKind))
+
+        async def state() -> RunState:
+            return (await service.store.load(run_id)).state
+
+        feed = Feed(service.store.redis, run_id, lambda: views.view(run_id), state, kind or tuple(EventKind))
         watchers.add(feed)
         try:
             yield (

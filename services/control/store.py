@@ -44,7 +44,6 @@ from offbeat.services.live_settings import (
     settings_now,
 )
 from offbeat.services.redis.transactions import repeat_transaction
-from offbeat.services.telemetry import MetricRecord, decode_record
 
 ORPHANED_AFTER_S = 30.0
 """Time without reconciliation after which a run is inactive."""
@@ -385,10 +384,10 @@ class RunStore:
             pipe.exists(keys.lease)
             return ComponentReports.decode(*await pipe.execute())
 
-    async def metrics_since(self, run_id: str, at: float) -> list[MetricRecord]:
-        """Return metric records since a Unix time, oldest first."""
+    async def metrics_since(self, run_id: str, at: float) -> list[bytes]:
+        """Return encoded metric records since a Unix time, oldest first."""
         entries = await self.redis.xrange(RunKeys(run_id).metrics, min=int(at * 1000))
-        return [decode_record(fields[b"r"]) for _, fields in entries]
+        return [fields[b"r"] for _, fields in entries]
 
     @staticmethod
     def _note(pipe: Pipeline, run_id: str, event: str, detail: Mapping[str, Any]) -> None:

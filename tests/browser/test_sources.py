@@ -1,5 +1,6 @@
 """The page's JavaScript is typed, small, and in short files."""
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -29,6 +30,12 @@ def test_no_script_makes_markup_of_data() -> None:
     for path in scripts():
         for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
             assert way not in path.read_text(), (path.name, way)
+
+
+def test_every_module_is_loaded_at_once() -> None:
+    """A module that the page's head does not name would wait for the one that imports it."""
+    named = set(re.findall(r'(?:href|src)="js/([a-z]+\.js)"', (FOLDER / "index.html").read_text()))
+    assert named == {path.name for path in scripts()}
 
 
 @pytest.mark.slow

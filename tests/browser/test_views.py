@@ -127,6 +127,37 @@ def test_curves_of_runs_are_laid_over_each_other(folder_url: str, page: Any) -> 
     page.locator(".u-label", has_text="trajectories").wait_for()
 
 
+def test_curves_read_their_series_once(folder_url: str, page: Any) -> None:
+    """The series are requested with the list of runs, not after other answers."""
+    paths: list[str] = []
+    page.on("request", lambda request: paths.append(request.url.removeprefix(folder_url).partition("?")[0]))
+    page.goto(f"{folder_url}/ui/#/curves/lake")
+    page.locator(".uplot canvas").first.wait_for()
+    page.wait_for_load_state("networkidle")
+    reads = [path for path in paths if not path.startswith("/ui/")]
+    assert sorted(reads) == ["/runs", "/runs/lake/series", "/session"]
+
+
+@pytest.mark.parametrize("language", ["en-US@posix", "de-DE"])
+def test_curves_are_drawn_in_any_locale(folder_url: str, page: Any, language: str) -> None:
+    """Chromium calls the POSIX locale by a name that Intl refuses."""
+    page.add_init_script(
+        f"Object.defineProperty(Navigator.prototype, 'language', {{ get: () => '{language}', configurable: true }})"
+    )
+    page.goto(f"{folder_url}/ui/#/curves/lake")
+    page.locator(".uplot canvas").first.wait_for()
+    assert page.evaluate("navigator.language") == ("de-DE" if language == "de-DE" else "en-US")
+
+
+def test_the_skip_link_leads_to_the_view_that_is_open(folder_url: str, page: Any) -> None:
+    see(page, folder_url, "groups")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "main"
+    assert page.url.endswith("#/groups/lake")
+    assert page.locator("tbody tr").count() == 10
+
+
 def test_the_lag_of_a_step_leads_to_its_groups(folder_url: str, page: Any) -> None:
     see(page, folder_url, "mesh")
     page.locator("canvas").wait_for()

@@ -11,6 +11,7 @@ from offbeat.services.control.console.schemas import (
     GroupSort,
     GroupState,
     GroupsView,
+    LagsView,
     SeriesView,
     TrajectoryView,
 )
@@ -45,6 +46,10 @@ class RunArchive(Protocol):
     """Reader of a run's folder; thread-safe and blocking."""
 
     def groups(self, query: GroupQuery) -> GroupsView: ...
+
+    def lags(self, groups: int, columns: int) -> LagsView:
+        """Count the newest consumed groups' lags, in at most `columns` ranges of steps."""
+        ...
 
     def group(self, number: int) -> GroupDetailView:
         """Raises `UnknownGroupError`."""

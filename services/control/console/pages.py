@@ -8,29 +8,16 @@ from typing import Literal
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import RedirectResponse
-from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.middleware.gzip import GZipMiddleware
-from starlette.types import Message, Receive, Send
-from starlette.types import Scope as AsgiScope
 
 from offbeat.services.control.auth import find_refused_login
+from offbeat.services.control.console.page_files import PageFiles
 from offbeat.services.control.http_errors import HttpError, refusals
 from offbeat.services.control.rights import Tokens
 from offbeat.services.control.schemas import View
 from offbeat.services.control.sessions import close_session, find_grant, find_session, open_session
 
 FOLDER = Path(__file__).with_name("ui")
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-HEADERS = {
-    b"content-security-policy": POLICY.encode(),
-    b"x-content-type-options": b"nosniff",
-    b"referrer-policy": b"no-referrer",
-    b"cache-control": b"no-cache",
-}
 Access = Literal["none", "read", "write"]
 
 
@@ -49,18 +36,6 @@ class SessionView(View):
     """Whether the service has tokens."""
 
 
-class StaticPage(StaticFiles):
-    """Files with a content security policy."""
-
-    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
-        async def send_guarded(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], *HEADERS.items()]}
-            await send(message)
-
-        await super().__call__(scope, receive, send_guarded)
-
-
 def add_page(api: FastAPI, tokens: Tokens, *, access: Access = "write") -> None:
     """Serve the page. access: without a token."""
     api.include_router(_session_routes(tokens, access))
@@ -69,7 +44,7 @@ def add_page(api: FastAPI, tokens: Tokens, *, access: Access = "write") -> None:
     async def open_page() -> Response:
         return RedirectResponse("/ui/")
 
-    api.mount("/ui", GZipMiddleware(StaticPage(directory=FOLDER, html=True, follow_symlink=True)))
+    api.add_route("/ui/{path:path}", PageFiles(FOLDER).answer, include_in_schema=False)
 
 
 def _session_routes(tokens: Tokens, access: Access) -> APIRouter:

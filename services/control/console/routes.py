@@ -19,6 +19,7 @@ from offbeat.services.control.console.schemas import (
     GroupSort,
     GroupState,
     GroupsView,
+    LagsView,
     SeriesView,
     TrajectoryView,
 )
@@ -68,6 +69,16 @@ def archive_routes(open_archive: OpenArchive, view_run: ViewRun) -> APIRouter:
         archive = await open_archive(run_id)
         query = GroupQuery(state, tag, step, min_reward, max_reward, sort, offset, limit)
         return await asyncio.to_thread(archive.groups, query)
+
+    @routes.get("/runs/{run_id}/lags", responses=refusals(404, 409, 422))
+    async def count_lags(
+        run_id: RunId,
+        groups: Annotated[int, Query(ge=1, le=100_000, description="Newest groups to count.")] = 2000,
+        columns: Annotated[int, Query(ge=1, le=1000, description="Maximum ranges of steps.")] = 48,
+    ) -> LagsView:
+        """Lags of the newest consumed groups, counted by ranges of steps."""
+        archive = await open_archive(run_id)
+        return await asyncio.to_thread(archive.lags, groups, columns)
 
     @routes.get("/runs/{run_id}/groups/{group}", responses=refusals(404, 409, 422))
     async def show_group(run_id: RunId, group: Number) -> GroupDetailView:

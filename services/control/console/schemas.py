@@ -177,6 +177,18 @@ class FramesView(View):
     """PNG in base64, one before each turn and one after the last."""
 
 
+class LagsView(View):
+    """Lags of the newest consumed groups."""
+
+    total: int
+    """Counted groups."""
+    first: int | None
+    """First step that consumed one; None without any."""
+    last: int | None
+    counts: list[list[int]]
+    """Groups by range of steps, then by lag; ranges are of equal width."""
+
+
 class RecipeView(View):
     """Packaged configuration."""
 

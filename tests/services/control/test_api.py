@@ -334,6 +334,7 @@ async def test_the_documentation_names_every_route_and_what_it_may_answer(api: A
         ("GET", "/runs/{run_id}/events"),
         ("GET", "/runs/{run_id}/groups"),
         ("GET", "/runs/{run_id}/groups/{group}"),
+        ("GET", "/runs/{run_id}/lags"),
         ("GET", "/runs/{run_id}/trajectories/{group}/{index}"),
         ("GET", "/runs/{run_id}/trajectories/{group}/{index}/frames"),
         ("GET", "/runs/{run_id}/series"),

@@ -14,9 +14,10 @@ import pytest
 import uvicorn
 
 from offbeat.services.control.client import ControlClient, ControlRefusedError, StreamEvent, messages
-from offbeat.services.control.events import Position
+from offbeat.services.control.events import EventKind, Feed, Position, SharedViews
 from offbeat.services.control.routes import MAX_WATCHERS
 from offbeat.services.control.run import DesiredState, RunState
+from offbeat.services.control.schemas import RunView
 from offbeat.services.keys import RunKeys
 from offbeat.services.telemetry import AsyncRedisMetrics, MetricRecord, mean
 from tests.services.control.api_harness import ApiHarness, api_harness, code
@@ -54,6 +55,31 @@ async def step(api: ApiHarness, number: int) -> None:
 async def life(api: ApiHarness, number: int, event: str) -> None:
     redis: Any = api.redis
     await redis.xadd(RunKeys("a").key("buffer", "life"), {"n": number, "e": event, "d": "0"})
+
+
+async def test_watchers_share_a_view_and_some_need_none(api: ApiHarness) -> None:
+    await api.start("a", RunState.RUNNING)
+    record = await api.store.load("a")
+    view, built = await api.client.show("a"), 0
+
+    async def build(run_id: str) -> RunView:
+        nonlocal built
+        built += 1
+        return view.model_copy(update={"id": run_id})
+
+    async def state() -> RunState:
+        return record.state
+
+    views = SharedViews(build)
+    seen = await asyncio.gather(*(views.view("a") for _ in range(5)), views.view("b"))
+    assert ([each.id for each in seen], built) == ([*["a"] * 5, "b"], 2)
+    await step(api, 1)
+    for kinds, count in (((EventKind.METRICS,), 2), ((EventKind.METRICS, EventKind.RUN), 3)):
+        feed = Feed(api.redis, "a", lambda: SharedViews(build).view("a"), state, kinds)
+        async for event in feed.follow(Position()):
+            assert event.kind == EventKind.METRICS
+            break
+        assert built == count
 
 
 class Watcher:

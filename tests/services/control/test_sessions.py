@@ -4,6 +4,7 @@ import httpx
 import pytest
 
 from offbeat.services.control.auth import WRONG_TOKEN_BURST
+from offbeat.services.control.console.pages import FOLDER
 from offbeat.services.control.sessions import COOKIE, session_of
 from tests.services.control.api_harness import ApiHarness, api_harness, code
 
@@ -64,6 +65,20 @@ async def test_the_page_loads_without_a_token_and_runs_only_its_own_files(redis_
         assert (await api.http.get("/ui")).headers["location"] == "/ui/"
         for outside in ("/ui/../pages.py", "/ui/%2e%2e/pages.py", "/ui/none.js"):
             assert (await api.http.get(outside)).status_code in (401, 404)
+
+
+async def test_a_file_of_the_page_is_compressed_and_not_sent_again(api: ApiHarness) -> None:
+    path = "/ui/vendor/uPlot.iife.min.js"
+    plain = await api.http.get(path, headers={"accept-encoding": "identity"})
+    packed = await api.http.get(path)
+    assert packed.content == plain.content == (FOLDER / "vendor" / "uPlot.iife.min.js").read_bytes()
+    assert int(packed.headers["content-length"]) < int(plain.headers["content-length"]) / 2
+    assert plain.headers["content-type"].partition(";")[0] in ("text/javascript", "application/javascript")
+    again = await api.http.get(path, headers={"if-none-match": packed.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    assert again.headers["content-security-policy"] == packed.headers["content-security-policy"]
+    assert (await api.http.head(path)).status_code == 200
+    assert (await api.http.post(path)).status_code == 405
 
 
 async def test_without_tokens_the_page_of_this_machine_may_write(api: ApiHarness) -> None:

@@ -21,6 +21,20 @@ async def test_groups_are_listed_by_filter_order_and_page(api: ApiHarness) -> No
     assert odd["groups"][0]["reason"].startswith("its batch counted it in denominators alone")
 
 
+async def test_lags_are_counted_by_ranges_of_steps(api: ApiHarness) -> None:
+    groups = (await api.http.get("/runs/lake/groups?state=trained&state=consumed")).json()["groups"]
+    highest = max(group["staleness"] for group in groups)
+    assert highest > 0
+    for columns, ranges in ((3, [[1], [2], [3]]), (2, [[1, 2], [3]]), (1, [[1, 2, 3]])):
+        lags = (await api.http.get(f"/runs/lake/lags?columns={columns}")).json()
+        members = [[group["staleness"] for group in groups if group["step"] in steps] for steps in ranges]
+        assert lags["counts"] == [[found.count(lag) for lag in range(highest + 1)] for found in members]
+        assert (lags["total"], lags["first"], lags["last"]) == (6, 1, 3)
+    newest = (await api.http.get("/runs/lake/lags?groups=2")).json()
+    assert (newest["total"], newest["first"], newest["last"]) == (2, 3, 3)
+    assert sum(newest["counts"][0]) == 2
+
+
 async def test_one_group_is_shown_with_its_members(api: ApiHarness) -> None:
     group = (await api.http.get("/runs/lake/groups/6")).json()
     assert (group["state"], group["step"], group["recorded"]) == ("consumed", 3, True)

@@ -38,8 +38,29 @@ async function call(method, path, { body, type = JSON_TYPE, accept = JSON_TYPE }
   throw new Refusal(response.status, error);
 }
 
+/** @type {Map<string, Promise<any>>} */
+const requested = new Map();
+
+/**
+ * Request what a view will read, so that its first `get` of each path finds the answer under way; forget earlier ones.
+ * @param {string[]} paths
+ */
+export function prefetch(paths) {
+  requested.clear();
+  for (const path of paths) {
+    const answer = get(path);
+    answer.catch(() => {});  // whoever reads it reports it
+    requested.set(path, answer);
+  }
+}
+
 /** @param {string} path */
 export async function get(path) {
+  const answer = requested.get(path);
+  if (answer) {
+    requested.delete(path);
+    return answer;
+  }
   return (await call("GET", path)).json();
 }
 

@@ -1,6 +1,6 @@
 // Frame of the page: session, choice of run and view by the address's fragment, `#/view/run?parameters`.
 
-import { get, Refusal, send } from "./api.js";
+import { get, prefetch, Refusal, send } from "./api.js";
 import { byId, h } from "./dom.js";
 import * as acts from "./acts.js";
 import * as curves from "./curves.js";
@@ -21,7 +21,13 @@ import * as trajectory from "./trajectory.js";
  * @property {(view: string, params?: Record<string, any>, run?: string) => void} go
  */
 
-/** @typedef {{title: string, show: (context: Context, main: HTMLElement) => Promise<void | (() => void)>}} View */
+/**
+ * reads: paths that `show` reads first, requested while the list of runs is.
+ * @typedef {object} View
+ * @property {string} title
+ * @property {(run: string, params: URLSearchParams) => string[]} [reads]
+ * @property {(context: Context, main: HTMLElement) => Promise<void | (() => void)>} show
+ */
 
 /** @type {Record<string, View>} */
 const VIEWS = { mesh, curves, groups, trajectory, acts };
@@ -66,9 +72,10 @@ async function render() {
     const session = await get("/session");
     byId("logout").hidden = !session.needs_token || session.access === "none";
     if (session.access === "none") return void fill(loginForm());
+    const { view, run: wanted, params } = readAddress();
+    prefetch(wanted ? VIEWS[view].reads?.(wanted, params) ?? [] : []);
     const { runs } = await get("/runs?limit=200");
     if (mine !== turn) return;
-    const { view, run: wanted, params } = readAddress();
     const run = runs.some((/** @type {any} */ each) => each.id === wanted) ? wanted : (runs[0]?.id ?? "");
     const isFolder = session.access === "read" && !session.needs_token;
     /** @type {Context} */
@@ -138,6 +145,10 @@ function loginForm() {
 byId("logout").addEventListener("click", async () => {
   await send("DELETE", "/session");
   render();
+});
+document.querySelector(".skip")?.addEventListener("click", (event) => {
+  event.preventDefault();  // its fragment would be a view's address
+  byId("main").focus();
 });
 addEventListener("hashchange", render);
 render();

@@ -91,13 +91,30 @@ const changesOf = (run) => run.changes.map((/** @type {any} */ change) => (/** @
 const legend = (marks) => h("ul", {}, marks.map((mark) => h("li", {}, s("svg", { class: "line", "aria-hidden": true, viewBox: "0 0 20 4" },
   s("line", { x1: 0, x2: 20, y1: 2, y2: 2, stroke: MARKS[mark.kind].color, "stroke-width": 2, "stroke-dasharray": MARKS[mark.kind].dash.join(" ") })), ` ${mark.kind} ${clock(mark.at)}, step ${mark.step ?? "–"}: ${mark.text}`)));
 
+/**
+ * @param {string} run
+ * @param {URLSearchParams} params
+ */
+const runsOf = (run, params) => [...new Set((params.get("runs") ?? run).split(","))].filter(Boolean);
+
+/**
+ * @param {string[]} runs
+ * @param {URLSearchParams} params
+ */
+const pathsOf = (runs, params) => runs.map((run) => `/runs/${encodeURIComponent(run)}/series?names=${encodeURIComponent(
+  params.get("names") || DEFAULT.join(","))}&axis=${params.get("axis") ?? "step"}&points=${POINTS}`);
+
+export const reads = (/** @type {string} */ run, /** @type {URLSearchParams} */ params) => pathsOf(runsOf(run, params), params);
+
 /** @type {import("./app.js").View["show"]} */
 export async function show(context, main) {
-  const chosen = new Set((context.params.get("runs") ?? context.run).split(",").filter((id) => context.runs.some((run) => run.id === id)));
+  const chosen = new Set(runsOf(context.run, context.params).filter((id) => context.runs.some((run) => run.id === id)));
   const axis = context.params.get("axis") ?? "step";
-  const all = await get(`/runs/${context.run}/series`);
+  const read = () => Promise.all(pathsOf([...chosen], context.params).map(get));
+  const answers = await read();
+  const all = [...new Set(answers.flatMap((answer) => answer.names))];
   const asked = context.params.get("names");
-  const names = asked ? asked.split(",") : DEFAULT.filter((name) => all.names.includes(name));
+  const names = asked ? asked.split(",") : DEFAULT.filter((name) => all.includes(name));
   const band = context.params.get("spread") === "1" && chosen.size > 1;
   const go = (/** @type {Record<string, any>} */ change) => context.go("curves",
     { runs: [...chosen].join(","), axis, names: names.join(","), spread: band ? 1 : "", ...change });
@@ -111,7 +128,7 @@ export async function show(context, main) {
       h("label", {}, "Add a metric", metric),
       h("button", { onclick: () => metric.value && go({ names: [...new Set([...names, metric.value])].join(",") }) }, "Add"),
       h("button", { onclick: () => go({ names: "" }) }, "Defaults"),
-      h("datalist", { id: "metrics" }, all.names.map((/** @type {string} */ name) => h("option", { value: name }))),
+      h("datalist", { id: "metrics" }, all.map((name) => h("option", { value: name }))),
       chosen.size > 1 ? h("label", { class: "row" }, h("input", { type: "checkbox", checked: band, onchange: () => go({ spread: band ? "" : 1 }) }), "mean and spread of the runs") : null),
     h("fieldset", {}, h("legend", {}, "Runs"), context.runs.map((run) => h("label", { class: "row key" },
       h("input", { type: "checkbox", checked: chosen.has(run.id), onchange: () => {
@@ -122,11 +139,8 @@ export async function show(context, main) {
 
   /** @type {any[]} */
   let plots = [];
-  const draw = async () => {
+  const draw = (/** @type {any[]} */ answers, /** @type {any} */ view) => {
     const ids = [...chosen];
-    const query = `names=${encodeURIComponent(names.join(","))}&axis=${axis}&points=${POINTS}`;
-    const answers = await Promise.all(ids.map((id) => get(`/runs/${id}/series?${query}`)));
-    const view = await get(`/runs/${context.run}`);
     const marks = axis === "trajectories" ? [] : [...changesOf(view), ...deaths].filter((mark) => mark.step !== null).sort((a, b) => a.at - b.at);
     list.replaceChildren(marks.length ? legend(marks) : "");
     plots.forEach((plot) => plot.destroy());
@@ -139,15 +153,16 @@ export async function show(context, main) {
       return h("section", {}, h("h2", {}, name), h("p", { class: "soft" }, `newest: ${last}`), place);
     }));
   };
-  await draw();
+  draw(answers, context.runs.find((run) => run.id === context.run));
   if (context.isFolder) return () => plots.forEach((each) => each.destroy());
+  const redraw = async () => draw(await read(), await get(`/runs/${context.run}`));
   let due = false;
   const stops = [listen(context.run, { metrics: () => { due = true; } }), listen(context.run, { history: ({ event, at, detail }) => {
     if (event !== "died" && event !== "recovered") return;
     deaths.push({ at, step: detail.step ?? null, kind: event, text: `${detail.component} ${event === "died" ? `died: ${detail.why}` : "is ready again"}` });
     due = true;
   } }, true)];
-  const timer = setInterval(() => { if (due && !document.hidden) { due = false; draw(); } }, REFRESH_MS);
+  const timer = setInterval(() => { if (due && !document.hidden) { due = false; redraw(); } }, REFRESH_MS);
   return () => { stops.forEach((stop) => stop()); clearInterval(timer); plots.forEach((each) => each.destroy()); };
 }
 

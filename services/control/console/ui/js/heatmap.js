@@ -4,8 +4,6 @@ import { get } from "./api.js";
 import { h, short } from "./dom.js";
 import { sequential } from "./palette.js";
 
-const GROUPS = 500;
-const PAGES = 4;
 const CELL = 14;
 const LABEL = 34;
 
@@ -15,34 +13,22 @@ const LABEL = 34;
  * @param {HTMLElement} place
  */
 export async function lagMap(context, place) {
-  /** @type {any[]} */
-  let groups = [];
-  let offset = /** @type {number | null} */ (0);
-  for (let page = 0; page < PAGES && offset !== null; page++) {
-    const states = "state=trained&state=consumed";
-    const answer = await get(`/runs/${context.run}/groups?${states}&limit=${GROUPS}&offset=${offset}`);
-    groups = groups.concat(answer.groups);
-    offset = answer.next;
-  }
-  const placed = groups.filter((group) => group.step !== null && group.staleness !== null);
-  if (!placed.length) return void place.replaceChildren(h("p", { class: "soft" }, "No group has been trained yet."));
-  const first = Math.min(...placed.map((group) => group.step));
-  const last = Math.max(...placed.map((group) => group.step));
-  const highest = Math.max(1, ...placed.map((group) => group.staleness));
-  const columns = Math.max(1, Math.min(last - first + 1, Math.floor((Math.min(place.clientWidth || 480, 720) - LABEL) / CELL)));
+  const room = Math.max(1, Math.floor((Math.min(place.clientWidth || 480, 720) - LABEL) / CELL));
+  const { total, first, last, counts } = await get(`/runs/${context.run}/lags?columns=${room}`);
+  if (!total) return void place.replaceChildren(h("p", { class: "soft" }, "No group has been trained yet."));
+  const columns = counts.length;
   const width = (last - first + 1) / columns;
-  const counts = Array.from({ length: columns }, () => new Array(highest + 1).fill(0));
-  for (const group of placed) counts[Math.min(columns - 1, Math.floor((group.step - first) / width))][group.staleness]++;
+  const highest = counts[0].length - 1;
   const most = Math.max(...counts.flat());
   const readout = h("p", { class: "soft", "aria-live": "polite" }, `Steps ${first} to ${last}; darkest: none, brightest: ${most} groups.`);
-  const canvas = h("canvas", { role: "img", tabindex: 0, "aria-label": `Lags of ${placed.length} groups, up to ${highest} versions` });
+  const canvas = h("canvas", { role: "img", tabindex: 0, "aria-label": `Lags of ${total} groups, up to ${highest} versions` });
   paint(canvas, counts, most);
   const locate = (/** @type {MouseEvent} */ event) => {
     const box = canvas.getBoundingClientRect();
     const scale = canvas.width / devicePixelRatio / box.width;
     const column = Math.floor(((event.clientX - box.left) * scale - LABEL) / CELL);
     const lag = highest - Math.floor((event.clientY - box.top) * scale / CELL);
-    return column >= 0 && column < columns && lag >= 0 && lag <= highest ? { column, lag, step: Math.floor(first + column * width) } : null;
+    return column >= 0 && column < columns && lag >= 0 && lag <= highest ? { column, lag, step: first + Math.ceil(column * width) } : null;
   };
   canvas.addEventListener("mousemove", (event) => {
     const cell = locate(event);
