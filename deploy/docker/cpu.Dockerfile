@@ -1,7 +1,7 @@
 # Offbeat for machines without a GPU, from the root of the repository:
 #
 #   docker build -f deploy/docker/cpu.Dockerfile -t offbeat:cpu .
-FROM python:3.11-slim-bookworm
+FROM docker.io/library/python:3.11-slim-bookworm
 
 # A C++ compiler for DeepSpeed's operators, which are compiled at their first use; wget and procps for probes and `ray stop`.
 # Debian keeps the newest version of a package alone, so none is pinned.

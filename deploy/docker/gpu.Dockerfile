@@ -3,7 +3,7 @@
 #   docker build -f deploy/docker/gpu.Dockerfile -t offbeat:gpu .
 #
 # The base has CUDA, torch and vLLM of the version in pyproject.toml, and what DeepSpeed needs to compile its operators.
-FROM vllm/vllm-openai:v0.32.0
+FROM docker.io/vllm/vllm-openai:v0.32.0
 
 # hadolint ignore=DL3008
 RUN apt-get update \
