@@ -4,6 +4,7 @@ Invariant: both sides have one model, batch and token budget, and take turns in 
 """
 
 import asyncio
+import copy
 import statistics
 import tempfile
 import time
@@ -182,7 +183,37 @@ def _measure(policy: Any, groups: list[Group], options: TreeOptions) -> dict[str
         "faster": faster,
         "of_bound": faster / bound,
         "gradient_difference": abs(norms["trees"] / norms["separate"] - 1),
+        "bfloat16": _bfloat16_errors(
+            policy, {side: cut(batch, range(batch.num_sequences), options.budget) for side, cut in sides.items()}
+        ),
     }
+
+
+def _bfloat16_errors(policy: Any, parts: Mapping[str, Sequence[Any]]) -> dict[str, float]:
+    """Return each side's distance from the gradient of separate sequences in float32, under equal weights, and that of the
+    sides from each other, all relative to that gradient's norm; micro-batches are summed in float64.
+    """
+    import torch
+
+    rounded = copy.deepcopy(policy).to(torch.bfloat16)
+    exact = _gradient(copy.deepcopy(rounded).float(), parts["separate"])
+    gradients = {side: _gradient(rounded, micros) for side, micros in parts.items()}
+    errors = {side: float((gradient - exact).norm() / exact.norm()) for side, gradient in gradients.items()}
+    return {**errors, "between": float((gradients["trees"] - gradients["separate"]).norm() / exact.norm())}
+
+
+def _gradient(policy: Any, micros: Sequence[Any]) -> Any:
+    """Return the gradient of the sum of logprobs, [number of weights] float64."""
+    import torch
+
+    from offbeat.trainer.training.group_scorer import to_input
+
+    total: Any = 0.0
+    for micro in micros:
+        policy.zero_grad()
+        policy(to_input(micro)).logprobs.sum().backward()
+        total = total + torch.cat([p.grad.double().flatten() for p in policy.parameters() if p.grad is not None])
+    return total
 
 
 def _num_distinct(batch: Any) -> int:
@@ -203,3 +234,8 @@ def _show(rows: Mapping[str, Any]) -> None:
     show("Forward and backward passes of a batch", columns, table)
     worst = max(row["gradient_difference"] for row in rows.values())
     console().print(f"gradient norms of both sides differ by at most {worst:.1e} of their size")
+    errors = [
+        (name, *(row["bfloat16"][side] for side in ("separate", "trees", "between"))) for name, row in rows.items()
+    ]
+    show("Gradients in bfloat16: distance / norm", ("workload", "separate from float32", "trees from float32",
+         "trees from separate"), errors)  # fmt: skip
