@@ -44,7 +44,7 @@ class Study:
             return run
         file, overrides = STUDIES[name](self, seed)
         resume = folder.is_dir() and bool(Run(folder).checkpoints)
-        load = os.getloadavg()[0]
+        load, version = os.getloadavg()[0], build()
         run = train(
             file, [f"seed={seed}", f"exp_name={name.replace('_', '-')}-s{seed}", f"output_dir={folder}", *overrides],
             resume=resume,
@@ -56,7 +56,7 @@ class Study:
             raise
         if report is None:
             raise RunFailedError(f"{folder} was stopped")
-        row = {"name": name, "seed": seed, "build": build(), "load": [load, os.getloadavg()[0]], "resumed": resume}
+        row = {"name": name, "seed": seed, "build": version, "load": [load, os.getloadavg()[0]], "resumed": resume}
         folder.with_suffix(".json").write_text(json.dumps(row | report, indent=2) + "\n")
         return run
 

@@ -35,6 +35,8 @@ class Detection:
         truth = require_truth(sample)
         try:
             gold = read_boxes(json.loads(truth) if isinstance(truth, str) else truth)
+        except json.JSONDecodeError as error:
+            raise RewardError(Failure.BAD_ROW, f"ground_truth {str(truth)[:80]!r} is no JSON: {error}") from error
         except ValueError as error:
             raise RewardError(Failure.BAD_ROW, f"ground_truth: {error}") from error
         boxes = parse_boxes(final_text(sample.response))

@@ -79,3 +79,4 @@ def test_a_malformed_truth_fails_the_row(truth: object):
     with pytest.raises(RewardError) as raised:
         score("detection", answer(CAT), truth)
     assert raised.value.failure is Failure.BAD_ROW
+    assert truth != "not json" or "ground_truth 'not json' is no JSON" in str(raised.value)
