@@ -20,7 +20,7 @@ BY_VALIDATORS = {
     "per_device_train_batch_size": "sets max_tokens_per_microbatch: tests/trainer/training/test_batch_sizes.py",
     "gradient_accumulation_steps": "sets num_minibatches: tests/trainer/training/test_batch_sizes.py",
     "num_train_epochs": "sets max_steps: tests/deploy/config/checks/test_data.py",
-    "max_files": "sent to the sandbox's process as a whole: tests/envs/sandbox/test_attacks.py",
+    "max_files": "sent to the sandbox's process as a whole: tests/envs/sandbox/test_limits.py",
     "placement": "selects `scored_roles` of the run's configuration: tests/integration/test_scoring_service.py",
 }
 """Keys that a validator or a property of the configuration turns into others, and what shows it."""

@@ -1,89 +1,31 @@
 """The engine by transformers: its logprobs are those of a plain forward, whatever it batches, reuses and exchanges."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from offbeat.services.errors import GenerationError, RetryableError, WeightsError
-from offbeat.services.generation.config import EngineModelArgs, EngineStrategy, GenerationConfig, VllmConfig
+from offbeat.services.errors import GenerationError, RetryableError
+from offbeat.services.generation.config import EngineModelArgs
 from offbeat.services.generation.hf import scheduler
 from offbeat.services.generation.hf.engine import HfEngine
 from offbeat.services.generation.hf.limits import bytes_per_token
 from offbeat.services.generation.tenancy import read_architecture
-from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, PromptImage, Sampling
-from tests.integration.policy_weights import mismatch, random_policy, save_weights, write_policy
+from offbeat.services.messages.types import FinishReason, GenerateRequest, PromptImage, Sampling
+from tests.integration.policy_weights import mismatch, save_weights, write_policy
+from tests.services.generation.hf.policies import (
+    CONTEXT,
+    FLOAT_NOISE,
+    PROMPT,
+    Start,
+    config_of,
+    with_arguments,
+)
 from tests.waiting import wait_until
-
-FLOAT_NOISE = 1e-5
-CONTEXT = 512
-PROMPT = tuple(range(4, 28)) * 4
-CONFIG = GenerationConfig(model_args=EngineModelArgs(dtype="float32"), kv_cache_gib=0.25)
-
-
-def config_of(**changes: Any) -> GenerationConfig:
-    return CONFIG.model_copy(update=changes)
-
-
-def with_arguments(**arguments: Any) -> EngineStrategy:
-    return EngineStrategy(strategy_name="hf_infer", strategy_config=VllmConfig(**arguments))
-
-
-class Policies:
-    """Three sets of weights, and an engine that serves one of them."""
-
-    def __init__(self, engine: HfEngine, folder: Path) -> None:
-        self.engine, self.folder = engine, folder
-        self.models = [random_policy(folder, seed) for seed in range(3)]
-        self.files = [save_weights(model, folder / f"{i}.safetensors") for i, model in enumerate(self.models)]
-        self.version = -1
-        self._requests = 0
-
-    async def load(self, index: int) -> int:
-        await self.engine.stage(self.files[index])
-        self.version += 1
-        await self.engine.load(self.files[index], self.version)
-        return self.version
-
-    def request(self, prompt: tuple[int, ...], **sampling: Any) -> GenerateRequest:
-        self._requests += 1
-        return GenerateRequest(f"r{self._requests}", prompt, Sampling(**sampling))
-
-    async def generate(self, request: GenerateRequest) -> Completion:
-        return await self.engine.generate(request, self.version)
-
-    async def play(self, prompts: list[tuple[int, ...]], **sampling: Any) -> list[tuple[GenerateRequest, Completion]]:
-        requests = [self.request(prompt, **sampling) for prompt in prompts]
-        return list(zip(requests, await asyncio.gather(*map(self.generate, requests)), strict=True))
-
-    @property
-    def reused(self) -> int:
-        return self.engine.reused_tokens
-
-
-Start = Callable[..., Any]
-
-
-@pytest_asyncio.fixture
-async def start(tmp_path: Path) -> AsyncIterator[Start]:
-    engines: list[HfEngine] = []
-
-    async def start(config: GenerationConfig = CONFIG, seed: int = 1) -> Policies:
-        folder = write_policy(tmp_path)
-        engines.append(await HfEngine.start(config, folder, sequence_length=CONTEXT, seed=seed))
-        return Policies(engines[-1], folder)
-
-    yield start
-    for engine in engines:
-        engine.close()
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -180,105 +122,6 @@ async def test_what_the_engine_cannot_take_is_refused_and_harms_nobody(start: St
     assert not (await policies.generate(policies.request((1,)))).error
 
 
-async def test_running_requests_keep_their_cache_and_go_on_under_new_weights(start: Start) -> None:
-    policies = await start()
-    later: list[torch.Tensor] = []
-    for request, completion in await run_through_updates(policies):
-        before, *after = by_span(policies, request, completion)
-        assert before.max() < FLOAT_NOISE
-        later += after
-    assert torch.cat(later).mean() > 1e-3, "keys and values of the prefix stay old: that is what `keep` means"
-    before = policies.reused
-    prompt = (await policies.play([PROMPT], max_new_tokens=1))[0][0].prompt
-    assert policies.reused == before, f"a prompt of {len(prompt)} tokens found keys and values of mixed weights"
-
-
-async def test_recompute_makes_every_token_match_its_version(start: Start) -> None:
-    policies = await start(config_of(on_weight_update="recompute"))
-    for request, completion in await run_through_updates(policies):
-        for difference in by_span(policies, request, completion):
-            assert difference.max() < FLOAT_NOISE
-
-
-async def run_through_updates(policies: Policies) -> list[tuple[GenerateRequest, Completion]]:
-    """Eight long requests that start under weights 0 and meet 1, 2 and 0 on their way."""
-    first = await policies.load(0)
-    requests = [policies.request(PROMPT[: 40 + 7 * i], max_new_tokens=300) for i in range(8)]
-    running = [asyncio.create_task(policies.engine.generate(request, first)) for request in requests]
-    for index in (1, 2, 0):
-        await policies.generate(policies.request((5, 6, 7), max_new_tokens=40))
-        await policies.load(index)
-    completions = await asyncio.gather(*running)
-    for completion in completions:
-        assert [span.version - first for span in completion.versions] == [0, 1, 2, 3]
-        assert [span.start for span in completion.versions] == [0, *(span.end for span in completion.versions[:-1])]
-        assert completion.versions[-1].end == len(completion.token_ids) == 300
-    return list(zip(requests, completions, strict=True))
-
-
-def by_span(policies: Policies, request: GenerateRequest, completion: Completion) -> list[torch.Tensor]:
-    return [
-        mismatch(policies.models[index], request, completion)[span.start : span.end]
-        for index, span in zip((0, 1, 2, 0), completion.versions, strict=True)
-    ]
-
-
-async def test_a_new_request_never_finds_what_older_weights_cached(start: Start) -> None:
-    policies = await start()
-    await policies.load(0)
-    await policies.play([PROMPT])
-    await policies.load(1)
-    before = policies.reused
-    ((request, completion),) = await policies.play([PROMPT], max_new_tokens=32)
-    assert policies.reused == before
-    assert mismatch(policies.models[1], request, completion).max() < FLOAT_NOISE
-
-
-async def test_a_submitted_request_reaches_its_first_token_before_weights_change(start: Start) -> None:
-    """The replica would sample it again otherwise."""
-    policies = await start()
-    first = await policies.load(0)
-    await policies.engine.stage(policies.files[1])
-    running = [asyncio.create_task(policies.generate(policies.request(PROMPT, max_new_tokens=9))) for _ in range(4)]
-    await asyncio.sleep(0)
-    await policies.engine.load(policies.files[1], first + 1)
-    assert {(await each).versions[0].version for each in running} == {first}
-
-
-async def test_until_it_is_loaded_a_staged_version_changes_nothing(start: Start) -> None:
-    policies = await start()
-    version = await policies.load(0)
-    request = policies.request(PROMPT, max_new_tokens=200)
-    running = asyncio.create_task(policies.generate(request))
-    for index in (1, 2, 1):
-        await policies.engine.stage(policies.files[index])
-    completion = await running
-    assert [tuple(span) for span in completion.versions] == [(0, 200, version)]
-    assert mismatch(policies.models[0], request, completion).max() < FLOAT_NOISE
-    await policies.engine.load(policies.files[1], version + 1)
-    request = policies.request(PROMPT, max_new_tokens=24)
-    assert mismatch(policies.models[1], request, await policies.generate(request)).max() < FLOAT_NOISE
-
-
-@pytest.mark.parametrize("change", ["missing", "unknown", "shape"])
-async def test_a_file_that_does_not_fit_is_refused_and_the_old_weights_serve(
-    start: Start, tmp_path: Path, change: str
-) -> None:
-    policies = await start()
-    await policies.load(0)
-    tensors, name = load_file(policies.files[1]), "model.layers.1.mlp.up_proj.weight"
-    tensor = tensors.pop(name)
-    if change == "shape":
-        tensors[name] = tensor.T.contiguous()
-    elif change == "unknown":
-        tensors |= {name: tensor, "model.layers.9.mlp.up_proj.weight": tensor.clone()}
-    save_file(tensors, tmp_path / "bad.safetensors")
-    with pytest.raises(WeightsError, match="up_proj"):
-        await policies.engine.stage(tmp_path / "bad.safetensors")
-    ((request, completion),) = await policies.play([PROMPT], max_new_tokens=8)
-    assert mismatch(policies.models[0], request, completion).max() < FLOAT_NOISE
-
-
 async def test_an_aborted_request_frees_its_place(start: Start) -> None:
     policies = await start(config_of(strategy_args=with_arguments(max_num_seqs=2)))
     await policies.load(0)
@@ -362,33 +205,6 @@ async def test_logits_that_are_not_finite_fail_their_request_alone(start: Start,
     await policies.load(0)
     for request, completion in await policies.play([PROMPT[: 9 + i] for i in range(4)], max_new_tokens=4):
         assert mismatch(policies.models[0], request, completion).max() < FLOAT_NOISE
-
-
-async def test_an_adapter_is_served_on_its_base_and_replaced(start: Start, tmp_path: Path) -> None:
-    policies = await start(config_of(strategy_args=with_arguments(max_lora_rank=4)))
-    peft = get_peft_model(
-        random_policy(policies.folder, 0), LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"])
-    )
-    for version in range(3):
-        generator = torch.Generator().manual_seed(version)
-        for name, parameter in peft.named_parameters():
-            if "lora_" in name:
-                parameter.data.normal_(std=0.3, generator=generator)
-        folder = tmp_path / f"adapter-{version}"
-        peft.save_pretrained(str(folder))
-        settings = json.loads((folder / "adapter_config.json").read_text())
-        assert (settings["r"], settings["lora_alpha"]) == (4, 8)
-        if version == 0:
-            (folder / "model.safetensors").symlink_to(policies.files[0])
-        await policies.engine.stage(folder)
-        await policies.engine.load(folder, version)
-        policies.version = version
-        ((request, completion),) = await policies.play([PROMPT], max_new_tokens=24)
-        assert mismatch(peft, request, completion).max() < FLOAT_NOISE
-        assert mismatch(policies.models[0], request, completion).max() > 0.05
-    await policies.load(1)
-    ((request, completion),) = await policies.play([PROMPT], max_new_tokens=24)
-    assert mismatch(policies.models[1], request, completion).max() < FLOAT_NOISE
 
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
