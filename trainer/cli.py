@@ -226,9 +226,6 @@ def _prepare_process(run: "LearnerRun") -> None:
     os.environ["OMP_NUM_THREADS"] = str(run.config.actor_train.num_threads)
     if run.config.actor_train.device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
-    if run.config.warm_start is not None and run.config.warm_start.num_threads is not None:
-        # The engine starts on the same cores, and a thread that spins while another waits for its core delays both
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.update(run.config.environment)
     name = "learner" if rank == 0 else f"learner-{rank}"

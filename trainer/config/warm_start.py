@@ -19,5 +19,3 @@ class WarmStartConfig(Config):
     """Of all weights, unless `training_args.weight_decay` exempts some."""
     final_lr_ratio: float = Field(default=0.05, ge=0, le=1)
     """Final fraction of the learning rate; linear decay over the second half."""
-    num_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of each process until training starts, when engines are idle; null: `actor_train.num_threads`."""

@@ -4,11 +4,9 @@ Invariant: equal seeds give equal weights.
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import numpy as np
-import torch
 
 from offbeat.trainer.config.warm_start import WarmStartConfig
 from offbeat.trainer.engines.base import Hyperparameters, TrainEngine
@@ -45,28 +43,17 @@ def warm_start(
     """
     rng = np.random.default_rng([seed, DEMO_SEED_STREAM])
     loss = 0.0
-    with _intraop_threads(config.num_threads):
-        for step in range(config.steps):
-            if should_stop():
-                return None
-            demos = [demo for _ in range(config.episodes_per_step) for demo in demonstrate(rng)]
-            shards = [demos[i :: engine.data_size] for i in range(min(engine.data_size, len(demos)))]
-            loss = _step(engine, [pack_demonstrations(shard) for shard in shards], _hyperparameters(config, step))
-            if step % 10 == 9 or step + 1 == config.steps:
-                progress(step + 1, config.steps)
+    for step in range(config.steps):
+        if should_stop():
+            return None
+        demos = [demo for _ in range(config.episodes_per_step) for demo in demonstrate(rng)]
+        shards = [demos[i :: engine.data_size] for i in range(min(engine.data_size, len(demos)))]
+        loss = _step(engine, [pack_demonstrations(shard) for shard in shards], _hyperparameters(config, step))
+        if step % 10 == 9 or step + 1 == config.steps:
+            progress(step + 1, config.steps)
     engine.reset_optimizer()
     logger.info("warm start: %d steps, last loss %.3f nats per token", config.steps, loss)
     return loss
-
-
-@contextmanager
-def _intraop_threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _step(engine: TrainEngine[Sampled], batch: list[PackedInput], hyperparameters: Hyperparameters) -> float:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat.deploy.config.loader import load_run
 from offbeat.envs.frozen_lake import WORDS
 from offbeat.services.chat.append_only import ChatFormat, load_chat_format
 from offbeat.services.rollout.config import CustomEnv
@@ -17,7 +16,6 @@ from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.warm_start.demonstrations import (
     ChatMessageDict,
-    Demonstrate,
     load_demos,
     make_conversation_sampler,
     pack_demonstrations,
@@ -31,8 +29,6 @@ ENV = CustomEnv(env_type="frozen_lake", max_steps=4, env_config={"size": 4, "p":
 WARM = WarmStartConfig(
     demos="offbeat.envs.frozen_lake.demos:careful_wandering", tag="lake", steps=6, episodes_per_step=2
 )
-
-QUICKSTART = Path(__file__).parents[3] / "deploy/configs/quickstart.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -144,27 +140,6 @@ def test_the_seed_alone_determines_the_weights(folder: Path, chat: ChatFormat) -
     one, same, other = (learner.module.state_dict()["model.model.norm.weight"] for learner in engines)
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
-
-
-def test_threads_of_the_warm_start_change_no_bit_and_end_with_it(chat: ChatFormat, tmp_path: Path) -> None:
-    """Of the quickstart's policy: torch divides other operations than these so that sums depend on the number."""
-    write_tiny_policy(tmp_path, load_run(QUICKSTART, []).tiny, WORDS)
-    weights: list[dict[str, torch.Tensor]] = []
-    for count in (None, 2):
-        learner, used = engine(tmp_path), set[int]()
-        config = WARM.model_copy(update={"num_threads": count, "episodes_per_step": 4})
-        demonstrate = make_demonstrator(config, ENV, chat, max_tokens=512)
-
-        def recorded(rng: np.random.Generator, demonstrate: Demonstrate = demonstrate, used: set[int] = used):
-            used.add(torch.get_num_threads())
-            return demonstrate(rng)
-
-        warm_start(learner, config, recorded, seed=1, progress=lambda *_: None)
-        assert used == {count or 1}
-        assert torch.get_num_threads() == 1
-        weights.append(learner.module.state_dict())
-    one, two = weights
-    assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_long_demonstrations_are_truncated(folder: Path, chat: ChatFormat) -> None:
