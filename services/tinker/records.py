@@ -182,9 +182,9 @@ Command = CreateModel | ForwardBackwardCommand | OptimStep | SaveWeights | LoadW
 _COMMANDS = msgspec.msgpack.Decoder(Command)
 
 
-def kind_of(command: Command) -> str:
-    """Return a command's tag."""
-    return str(type(command).__struct_config__.tag)
+def kind_of(command_type: type[Command]) -> str:
+    """Return the tag of a command's type."""
+    return str(command_type.__struct_config__.tag)
 
 
 def encode_command(command: Command) -> bytes:

@@ -99,7 +99,7 @@ class Executor:
         kind = ""
         try:
             command = decode_command(queued.data)
-            kind = kind_of(command)
+            kind = kind_of(type(command))
             outcome = self._apply(queued, command)
         except CodecError as error:
             outcome = CommandOutcome(Result.of_error(str(error)), is_refused=True)
@@ -136,7 +136,7 @@ class Executor:
             self._contain(queued)
             write = Write.of(self._log.keys.shared_passes(queued.model_id), str(queued.seq_id), shared)
             outcome = CommandOutcome(_answer(own, batch), (write,), len(batch.data))
-            outcomes.append(self._record(queued, kind_of(decode_command(queued.data)), outcome))
+            outcomes.append(self._record(queued, kind_of(ForwardBackwardCommand), outcome))
         return outcomes
 
     def save(self, model_id: str) -> int:
