@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from offbeat.benchmarks.cli_options import CoalesceS, JsonFile, ModelFolder, Quick, Size, run_bench
+from offbeat.benchmarks.cli_options import CoalesceS, Cuda, JsonFile, ModelFolder, Quick, Size, run_bench
 from offbeat.benchmarks.cli_runs import runs_app
 from offbeat.deploy.local.signals import raise_interrupt_on_signals
 
@@ -92,6 +92,7 @@ def bench_generation(
     per_client: Annotated[int, typer.Option(min=1, help="Requests of each client in a round.")] = 4,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     http: Annotated[bool, typer.Option(help="Also as somebody else's agent calls it, over HTTP.")] = True,
+    cuda: Cuda = False,
     json: JsonFile = None,
     quick: Quick = False,
 ) -> None:
@@ -106,6 +107,7 @@ def bench_generation(
         per_client=per_client,
         rounds=rounds,
         http=http,
+        device="cuda" if cuda else "cpu",
     )
     if quick:
         options = replace(options, concurrency=(1, 8), tokens=8, per_client=2, rounds=1)
@@ -152,7 +154,7 @@ def bench_learner(
     budget: Annotated[int, typer.Option(min=64, help="Tokens of one forward and backward pass.")] = 2048,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps that are measured.")] = 5,
     threads: Annotated[int, typer.Option(min=1, help="torch's, on a CPU.")] = 1,
-    cuda: Annotated[bool, typer.Option("--cuda", help="On the first GPU.")] = False,
+    cuda: Cuda = False,
     json: JsonFile = None,
     quick: Quick = False,
 ) -> None:

@@ -14,6 +14,7 @@ JsonFile = Annotated[
 Quick = Annotated[
     bool, typer.Option("--quick", help="Seconds instead of minutes: shows that it works, measures little.")
 ]
+Cuda = Annotated[bool, typer.Option("--cuda", help="On the first GPU.")]
 ModelFolder = Annotated[
     Path | None, typer.Option(metavar="FOLDER", help="A Hugging Face folder. Default: the tiny policy.")
 ]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from rich.status import Status
 
@@ -30,6 +30,8 @@ from offbeat.services.generation.config import Dtype, EngineModelArgs, EngineStr
 from offbeat.services.messages.types import GenerateRequest
 
 SEQUENCE_LENGTH = 512
+SHARE_OF_GPU = 0.3
+"""Of its memory, for each of the two engines."""
 SATURATION_SHARE = 0.9
 """Of the bare engine's best rate."""
 
@@ -49,6 +51,7 @@ class GenerationOptions:
     rounds: int = 3
     coalesce_s: float = 0.01
     http: bool = True
+    device: Literal["cpu", "cuda"] = "cpu"
 
 
 class BareEngine:
@@ -133,9 +136,10 @@ def run(options: GenerationOptions) -> dict[str, Any]:
 
 def _run_config(base: BenchEnvironment, options: GenerationOptions) -> RunConfig:
     first = base.run_config("bench-generation", custom_envs={TAG: slow_lake({})})
-    engine = first.actor_infer.engine.model_copy(update={"max_num_seqs": 256})
+    engine = first.actor_infer.engine.model_copy(update={"max_num_seqs": 256, "gpu_memory_utilization": SHARE_OF_GPU})
     infer = first.actor_infer.model_copy(
         update={
+            "device": options.device,
             "model_args": EngineModelArgs(dtype=options.dtype),
             "strategy_args": EngineStrategy(strategy_config=engine),
         }

@@ -12,6 +12,7 @@ from offbeat.deploy.run_setup import model_folder, write_policy
 from offbeat.deploy.tinker.child import SupervisedChild
 from offbeat.deploy.tinker.open_service import ServiceSettings
 from offbeat.services.errors import MeshError
+from offbeat.services.generation.config import EngineModelArgs
 from offbeat.services.generation.hf.limits import architecture_problem
 from offbeat.services.generation.tenancy import read_architecture
 from offbeat.services.tinker.owners import read_keys
@@ -76,6 +77,8 @@ class TinkerSetup:
         infer, train = self._config.actor_infer, self._config.actor_train
         if infer.device == train.device == "cuda" and infer.engine.gpu_memory_utilization is None:
             infer = infer.with_engine(gpu_memory_utilization=SHARED_UTILIZATION)
+        if infer.device == "cuda" and infer.model_args.dtype == "float32":  # which vLLM's LoRA kernels for GPUs lack
+            infer = infer.model_copy(update={"model_args": EngineModelArgs(dtype="bfloat16")})
         return ServiceSettings(
             name=self._name,
             redis_url=redis_url,

@@ -1,7 +1,7 @@
 # pyright: basic
 """Pack what a machine with a GPU and PyTorch, but without a network, lacks: Offbeat's dependencies and CUDA's vLLM.
 
-    .venv/bin/python tests/gpu/pack.py PARTS     here; PARTS/1, PARTS/2, ... hold at most 54 MiB each
+    .venv/bin/python tests/gpu/pack.py PARTS     here; PARTS/1, PARTS/2, ... hold at most 50 MiB each
     . tests/gpu/unpack.sh PARTS/1                there, for each part, from the root of the repository
 
 `installed.txt` names the packages of that machine. Of vLLM's compiled files, those for Hopper are packed, and their
@@ -23,7 +23,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PYTHON, TORCH, PLATFORM = "3.12", "2.11.0", "x86_64-manylinux_2_34"
 """Of the machine."""
-MAX_PART = 54 << 20
+MAX_PART = 50 << 20
+EXTRAS = ("data", "megatron", "tinker")
+"""Of `pyproject.toml`, that tests here need."""
 HOPPER = 90
 KERNELS = ("_C_stable_libtorch", "_moe_C_stable_libtorch", "cumem_allocator", "spinloop", "fs_io_C", "_vllm_fa3_C")
 """vLLM's compiled files that dense models need on Hopper."""
@@ -67,7 +69,8 @@ def requirements(vllm: Path) -> list[str]:
         (name,) = (each for each in wheel.namelist() if each.endswith(".dist-info/METADATA"))
         lines = re.findall(r"^Requires-Dist: (.*)$", wheel.read(name).decode(), re.MULTILINE)
     of_vllm = [line for line in lines if "extra ==" not in line and not LEFT_OUT.match(line.lower())]
-    return [*project()["dependencies"], "pytest-asyncio>=1", "trl==1.16.0", *of_vllm]
+    extras = [each for extra in EXTRAS for each in project()["optional-dependencies"][extra]]
+    return [*project()["dependencies"], *extras, "pytest-asyncio>=1", "trl==1.16.0", *of_vllm]
 
 
 def install(folder: Path, site: Path, wanted: list[str]) -> None:

@@ -33,6 +33,8 @@ pytestmark = [
 ]
 
 RUN = "device-weights"
+FEW_BYTES = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30}
+"""Several tests may share a GPU: vLLM allocates this much, and measures nothing."""
 TOLERANCE = 5e-3
 """vLLM's Triton attention multiplies float32 as TF32, with 10 bits of mantissa; 2.5e-3 on an H200."""
 
@@ -67,7 +69,7 @@ async def replica(
     config = GenerationConfig(
         device="cuda",
         model_args=EngineModelArgs(dtype="float32"),
-        strategy_args=EngineStrategy(strategy_config=VllmConfig(gpu_memory_utilization=0.2)),
+        strategy_args=EngineStrategy(strategy_config=VllmConfig.model_validate(FEW_BYTES)),
     )
     engine = await VllmEngine.start(
         config, write_policy(tmp_path / "policy"), sequence_length=512, seed=1, transport=transport

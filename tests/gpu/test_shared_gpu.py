@@ -15,8 +15,11 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-TOLERANCE = 5e-3
-"""As in `test_device_weights`."""
+TOLERANCE = 2e-3
+"""Of mean logprobs: .0008 with TF32 on an H200, .06 and more with the weights of the step before."""
+ENGINE = "actor_infer.strategy_args.strategy_config"
+FEW_BYTES = (f"{ENGINE}.gpu_memory_utilization=0.05", f"{ENGINE}.kv_cache_memory_bytes={1 << 30}")
+"""Several tests may share a GPU: vLLM allocates this much, and measures nothing."""
 
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -26,7 +29,7 @@ def train(run: Path, visible: str, *settings: str) -> list[int]:
     command = [
         *(sys.executable, "-m", "offbeat.deploy.cli.app"),
         *("train", "quickstart", f"output_dir={run}", "max_steps=3", "final_val_batch_size=8", "warm_start.steps=5"),
-        *("actor_train.device=cuda", "actor_infer.device=cuda", *settings),
+        *("actor_train.device=cuda", "actor_infer.device=cuda", *FEW_BYTES, *settings),
     ]
     subprocess.run(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": visible}, check=True, timeout=800)
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -45,7 +48,7 @@ def test_engine_and_learner_train_on_one_gpu(transport: str | None, max_stalenes
     saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert saved["weights"]["transport"] == (transport or "ipc")
     steps = [json.loads(line)["values"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    differences = [values["actor/mismatch_abs_max"] for values in steps if "actor/mismatch_abs_max" in values]
+    differences = [values["actor/mismatch_abs"] for values in steps if "actor/mismatch_abs" in values]
     assert len(differences) >= 3
     assert max_staleness or max(differences) < TOLERANCE, "the engine samples with the newest weights"
 

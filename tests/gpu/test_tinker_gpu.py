@@ -15,12 +15,18 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
+SETTINGS = (
+    *("actor_train.device=cuda", "actor_infer.device=cuda"),
+    "actor_infer.strategy_args.strategy_config.gpu_memory_utilization=0.05",
+    f"actor_infer.strategy_args.strategy_config.kv_cache_memory_bytes={1 << 30}",
+)
+"""Of the GPU's memory, what several tests can share."""
 TOLERANCE = 1e-3
 """float32, with other kernels for the same sums."""
 
 
 def test_models_learn_and_are_sampled(tmp_path: Path) -> None:
-    with running_server(tmp_path / "run", "actor_train.device=cuda", "actor_infer.device=cuda") as server:
+    with running_server(tmp_path / "run", *SETTINGS) as server:
         with tinker.ServiceClient(base_url=server.url, api_key="tml-me") as service:
             check_learning(service, TOLERANCE)
             check_samplers(service)

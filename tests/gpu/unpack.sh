@@ -3,6 +3,8 @@ site=/tmp/offbeat-site
 mkdir -p $site
 for archive in "$1"/*.tar.xz; do tar -C $site -xJf "$archive" & done
 wait
+unset PYTHONDONTWRITEBYTECODE # set there: each process would compile all it imports, for a minute
+python3 -m compileall -q -j 0 $site
 export PYTHONPATH=$site:$PWD/deploy/package:$PWD PYTHONUNBUFFERED=1 NO_COLOR=1 COLUMNS=150
 # FlashInfer is not packed
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_USE_FLASHINFER_SAMPLER=0 TOKENIZERS_PARALLELISM=false

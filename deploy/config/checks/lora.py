@@ -18,6 +18,12 @@ def check_lora(config: RunConfig) -> Iterator[ConfigIssue]:
             KEY, "all weights are trained and there is no adapter to serve: set actor_train.model_args.lora_target"
         )
         return
+    infer = config.actor_infer
+    if (infer.device, infer.strategy_args.strategy_name, infer.model_args.dtype) == ("cuda", "vllm", "float32"):
+        yield ConfigIssue(
+            "actor_infer.model_args.dtype",
+            f"vLLM's adapters on GPUs are of bfloat16 or float16, not float32: take one of them, or unset {KEY}",
+        )
     if max_rank < args.lora_rank:
         yield ConfigIssue(
             KEY,

@@ -34,6 +34,14 @@ def test_invalid_combinations_with_adapters_are_rejected(overrides: list[str], p
     assert set(found) <= {path, "actor_infer.device"}
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "refused"), [("cuda", "float32", True), ("cuda", "bfloat16", False), ("cpu", "float32", False)]
+)
+def test_adapters_of_float32_are_rejected_on_gpus(device: str, dtype: str, refused: bool) -> None:
+    found = problems([f"actor_infer.device={device}", f"actor_infer.model_args.dtype={dtype}"])
+    assert ("bfloat16 or float16" in found.get("actor_infer.model_args.dtype", "")) == refused
+
+
 def test_max_lora_rank_without_lora_target_is_rejected() -> None:
     config = validate_tree(compose_tree(CONFIGS / "quickstart.yaml", LORA))
     (found,) = check_run(config, cores=2)
