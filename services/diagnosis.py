@@ -43,6 +43,8 @@ class DiagnosisLimits:
     mismatch_kl: float = math.inf
     """Between engine and trainer, nats per token."""
     max_grad_norm: float = math.inf
+    answer_tokens: int | None = None
+    """Longest answer of any env."""
 
 
 NO_LIMITS = DiagnosisLimits()
@@ -137,7 +139,9 @@ def _success_missing(window: StepWindow) -> RunFinding | None:
 
 
 def _truncated(window: StepWindow) -> RunFinding | None:
-    """Check truncation; a policy from scratch learns to end its answers."""
+    """Check truncation; a policy from scratch learns to end its answers, and one token is all of an answer."""
+    if window.limits.answer_tokens == 1:
+        return None
     newest = window.values("episodes_truncated")[-MIN_STEPS:]
     share = math.fsum(newest) / len(newest) if newest else 0.0
     if share < (0.5 if window.has(WINDOW_STEPS) else 0.9) or len(newest) < MIN_STEPS or _no_tokens(window):

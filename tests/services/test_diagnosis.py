@@ -1,5 +1,6 @@
 """Findings by what the steps of a run look like."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,6 +107,20 @@ def test_answers_that_become_shorter_are_no_finding_yet():
     assert names(steps(8, episodes_truncated=0.8)) == []
     assert names(steps(5, episodes_truncated=0.95)) == ["truncated"]
     assert names(steps(15, episodes_truncated=0.9) + steps(5, episodes_truncated=0.3)) == []
+
+
+def test_answers_of_one_token_are_not_cut():
+    by_limit = {
+        tokens: diagnose(steps(episodes_truncated=1.0), DiagnosisLimits(answer_tokens=tokens)) for tokens in (1, 2)
+    }
+    assert [bool(found) for found in by_limit.values()] == [False, True]
+
+
+def test_limits_of_a_run_have_its_longest_answer():
+    from offbeat.deploy.config.loader import read_run
+
+    for name, longest in (("frozen_lake_smollm2", 1), ("quickstart", 4)):
+        assert read_run(Path(name)).limits.answer_tokens == longest
 
 
 def test_entropy_that_fell_while_groups_are_silent_is_a_collapse():

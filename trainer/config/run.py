@@ -163,7 +163,9 @@ class LearnerRunConfig(LearnerConfig):
     @property
     def limits(self) -> DiagnosisLimits:
         train = self.actor_train
-        return DiagnosisLimits(MISMATCH_KL[train.model_args.dtype], train.training_args.max_grad_norm)
+        longest = max((env.max_tokens_per_step for env in self.custom_envs.values()), default=None)
+        answer_tokens = longest and min(longest, self.actor_infer.generating_args.max_new_tokens)
+        return DiagnosisLimits(MISMATCH_KL[train.model_args.dtype], train.training_args.max_grad_norm, answer_tokens)
 
     @property
     def settings(self) -> Settings:
