@@ -11,8 +11,8 @@ from offbeat.services.process import bind_to_thread, terminate
 logger = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 10.0
-STEADY_S = 30.0
-"""Uptime that resets the count of deaths."""
+STEADY_S, STEADY_AFTER_ERROR_S = 30.0, 600.0
+"""Uptime that resets the count of deaths: by a signal, and by an error, which may return with each request."""
 MAX_DEATHS = 8
 """Consecutive deaths that end the server."""
 STOP_TIMEOUT_S = 60.0
@@ -39,8 +39,9 @@ class SupervisedChild:
             self._start()
             assert self._process is not None
             status = await asyncio.to_thread(self._process.wait)
-            deaths = 1 if time.monotonic() - started_at > STEADY_S else deaths + 1
-            logger.warning("the %s died with status %d: restarting it", self._name, status)
+            steady_s = STEADY_S if status < 0 else STEADY_AFTER_ERROR_S
+            deaths = 1 if time.monotonic() - started_at > steady_s else deaths + 1
+            logger.warning("the %s died with status %d: restarting it (%s)", self._name, status, self._log)
             if deaths >= MAX_DEATHS:
                 raise MeshError(
                     f"the {self._name} died {deaths} times in a row, last with status {status}: see {self._log}"
