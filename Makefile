@@ -47,6 +47,7 @@ $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	@VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install --quiet --compile-bytecode $(TORCH_BACKEND) -e '.[$(EXTRA),dev]'
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m compileall -q -j 0 services envs trainer deploy
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
