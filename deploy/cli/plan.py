@@ -1,7 +1,7 @@
 """`offbeat plan`."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -69,7 +69,7 @@ def plan(
     from offbeat.deploy.plan.machine import Machine
     from offbeat.deploy.plan.measurements import PlanError
     from offbeat.deploy.plan.plan import make_plan, setup_of
-    from offbeat.deploy.plan.table import show_plan
+    from offbeat.deploy.plan.table import name_best_change, show_plan, tables_of
 
     path, values = locate(config, overrides, config_path, config_name)
     loaded = load(path, values, for_this_machine=False)
@@ -94,7 +94,8 @@ def plan(
         typer.echo(f"offbeat: {error}", err=True)
         raise typer.Exit(EXIT_CONFIG) from None
     if as_json:
-        typer.echo(json.dumps(result.as_tree(), indent=2))
+        shown = {"tables": [asdict(table) for table in tables_of(result)], "advice": name_best_change(result.changes)}
+        typer.echo(json.dumps(result.as_tree() | shown, indent=2))
     else:
         show_plan(result, Console(highlight=False))
     if plot is not None:

@@ -68,6 +68,9 @@ logger = logging.getLogger(__name__)
 
 CLAIM_FILE = ".claim"
 REPRODUCTION_TIMEOUT_S = 3600.0
+PLAN_TIMEOUT_S = 1800.0
+PLANNED_EPISODES = 2_000
+"""Simulated for each setting and seed."""
 
 
 class RunComponents:
@@ -263,6 +266,20 @@ class MeshRunFactory(PackagedRecipes):
         if process.returncode not in (0, 1):
             raise ControlError(last_output(process))
         return process.returncode == 0, json.loads(process.stdout)
+
+    def plan(self, record: RunRecord, settings: Settings) -> dict[str, Any]:
+        self.open_archive(record)  # the folder is here
+        in_force = (f"{row.info.path}={getattr(settings, name)}" for name, row in LIVE_SETTINGS.items())
+        config = str(Path(record.output_dir) / run_folder.CONFIG)
+        process = run_offbeat(
+            ["plan", config, *in_force, "--from", record.output_dir, "--json", "--episodes", str(PLANNED_EPISODES)],
+            working_dir=self._working_dir or Path.cwd(),
+            redis_url=self._redis_url,
+            timeout_s=PLAN_TIMEOUT_S,
+        )
+        if process.returncode:
+            raise ControlError(last_output(process).removeprefix("offbeat: "))
+        return json.loads(process.stdout)
 
     def _setting_issues(self, tree: dict[str, Any], size: MachineSize) -> set[ConfigIssue]:
         try:

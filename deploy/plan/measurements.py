@@ -94,9 +94,10 @@ def measure(
         raise PlanError(f"{where} has {len(steps)} steps in its metrics: a plan needs {WARM_UP_STEPS + 2} at least")
     if not any(row.values.get("episodes") for row in played):
         raise PlanError(f"{where} has no finished episode in its metrics: does its pipeline play envs?")
+    counted, before = steps[WARM_UP_STEPS:], steps[WARM_UP_STEPS - 1]
+    played = _begun_after(before.time, played)
     turn_s, mean_turn_s = _fit_turns(played, rows, num_replicas)
     workload, notes = _workload(groups, played, mean_turn_s)
-    counted, before = steps[WARM_UP_STEPS:], steps[WARM_UP_STEPS - 1]
     span_s = counted[-1].time - before.time
     trajectories = _total(counted, "trajectories")
     fixed_s, per_token_s = _fit_training(counted)
@@ -136,6 +137,12 @@ def read_batches(folder: Path, config: AlgorithmConfig) -> tuple[list[StepBatch]
             batches.append(log.read(version, config).batch)
     unread = len(versions) - len(batches)
     return batches, (f"{unread} recorded batches can't be read, and are left out",) if unread else ()
+
+
+def _begun_after(time: float, played: Sequence[MetricRow]) -> Sequence[MetricRow]:
+    """Return the rows whose episodes began after a time, as engines are slow at first; all if there are none."""
+    warm = [row for row in played if row.time - row.values.get("episode_s", 0.0) >= time]
+    return warm if any(row.values.get("episodes") for row in warm) else played
 
 
 def _workload(

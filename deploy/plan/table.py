@@ -1,6 +1,7 @@
 """Tables of a plan."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
@@ -12,29 +13,50 @@ CLEAR_GAIN = 0.02
 """Beyond the simulation's noise."""
 
 
+@dataclass(frozen=True, slots=True)
+class PlanTable:
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
 def show_plan(plan: Plan, console: Console) -> None:
-    table = Table("", "as configured", "recommended", box=None, pad_edge=False, header_style="bold")
-    if plan.measured is not None:
-        table.add_column("measured")
-    observed = _observed(plan.measured) if plan.measured is not None else {}
-    recommended = _cells(plan.recommended)
-    for name, cell in _cells(plan.configured).items():
-        table.add_row(name, cell, recommended[name], *([observed.get(name, "")] if plan.measured is not None else []))
-    console.print(table)
-    console.print()
-    changes = Table(
-        "single change", "trajectories/s", "gain", "lag", "learner idle", box=None, pad_edge=False, header_style="bold"
-    )
-    for tried in plan.changes:
-        gain = f"{tried.gain - 1:+.0%}"
-        changes.add_row(
-            tried.text, _number(tried.trajectories_per_s), gain, f"{tried.lag:.2g}", f"{tried.learner_idle:.0%}"
-        )
-    console.print(changes)
-    console.print()
+    for table in tables_of(plan)[:2]:
+        shown = Table(*table.head, box=None, pad_edge=False, header_style="bold")
+        for row in table.rows:
+            shown.add_row(*row)
+        console.print(shown)
+        console.print()
     console.print(name_best_change(plan.changes), soft_wrap=True)
     for note in plan.notes:
         console.print(f"note: {note}", soft_wrap=True)
+
+
+def tables_of(plan: Plan) -> tuple[PlanTable, ...]:
+    """Return the settings beside each other, single changes, and bounds of staleness."""
+    columns = {"as configured": _cells(plan.configured), "recommended": _cells(plan.recommended)}
+    if plan.measured is not None:
+        columns["measured"] = _observed(plan.measured)
+    names = _cells(plan.configured)
+    settings = tuple((name, *(cells.get(name, "") for cells in columns.values())) for name in names)
+    return (
+        PlanTable(("", *columns), settings),
+        _tried("single change", plan.changes),
+        _tried("max_staleness", plan.by_staleness),
+    )
+
+
+def _tried(name: str, changes: Iterable[Tried]) -> PlanTable:
+    rows = tuple(
+        (
+            each.text,
+            _number(each.trajectories_per_s),
+            f"{each.gain - 1:+.0%}",
+            f"{each.lag:.2g}",
+            f"{each.learner_idle:.0%}",
+        )
+        for each in changes
+    )
+    return PlanTable((name, "trajectories/s", "gain", "lag", "learner idle"), rows)
 
 
 def name_best_change(changes: Iterable[Tried]) -> str:

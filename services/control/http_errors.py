@@ -11,7 +11,7 @@ from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 
 from offbeat.services.control.console.archive import NotRecordedError, UnknownGroupError
-from offbeat.services.control.console.derived_runs import TooManyReproductionsError
+from offbeat.services.control.console.derived_runs import TooManyPlansError, TooManyReproductionsError
 from offbeat.services.control.console.replays import TooManyReplaysError
 from offbeat.services.control.run import (
     BusyError,
@@ -46,7 +46,7 @@ STATUS_DESCRIPTIONS = {
     413: "The body is too large.",
     415: "The body is of another type than YAML or JSON.",
     422: "A value was refused; `problems` names each key, and the nearest valid one where a key is unknown.",
-    429: "Too many calls, event streams, validations, replays or reproductions at once.",
+    429: "Too many calls, event streams, validations, replays, reproductions or plans at once.",
     503: "Redis is unavailable: retry.",
 }
 STATUS_BY_ERROR: dict[type[Exception], tuple[int, str]] = {
@@ -59,6 +59,7 @@ STATUS_BY_ERROR: dict[type[Exception], tuple[int, str]] = {
     TooManyValidationsError: (429, "too_many_validations"),
     TooManyReplaysError: (429, "too_many_replays"),
     TooManyReproductionsError: (429, "too_many_reproductions"),
+    TooManyPlansError: (429, "too_many_plans"),
     UnknownGroupError: (404, "unknown_group"),
     NotRecordedError: (404, "not_recorded"),
 }

@@ -37,6 +37,7 @@ from offbeat.services.control.schemas import (
 from offbeat.services.control.store import RunStore
 from offbeat.services.errors import ControlError
 from offbeat.services.keys import RUNS
+from offbeat.services.live_settings import Settings
 from offbeat.services.telemetry import AsyncRedisMetrics
 
 MAX_CONCURRENT_VALIDATIONS = 4
@@ -94,6 +95,10 @@ class RunFactory(BufferReader, Recipes, Protocol):
 
     def reproduce(self, record: RunRecord, step: int) -> tuple[bool, Mapping[str, Any]]:
         """Repeat training up to `step`; return whether weights are equal, and the result. Raises `ControlError`."""
+        ...
+
+    def plan(self, record: RunRecord, settings: Settings) -> Mapping[str, Any]:
+        """Simulate a run from its folder, under the settings in force; raises `ControlError`."""
         ...
 
     def hold_files(self, record: RunRecord) -> AbstractContextManager[Callable[[], Removal]]:

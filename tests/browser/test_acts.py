@@ -12,6 +12,7 @@ from offbeat.services.control.run import RunState
 from offbeat.services.control.sessions import COOKIE
 from offbeat.services.keys import RunKeys
 from tests.browser.conftest import find_violations, sync_api
+from tests.services.control.api_harness import PLAN
 
 pytestmark = pytest.mark.slow
 
@@ -139,6 +140,28 @@ def test_a_reproduction_is_followed_through_a_refusal(control_url: str, page: An
     page.get_by_text("Reproduction of step 0: equal.").wait_for()
     assert refusals == []
     page.problems.clear()  # Chromium reports the refusals itself
+
+
+def test_a_plan_is_made_and_shown(control_url: str, page: Any) -> None:
+    page.goto(f"{control_url}/ui/#/plan/lake")
+    page.get_by_text("No plan was made yet.").wait_for()
+    page.get_by_role("button", name="Simulate").click()
+    page.get_by_text(PLAN["advice"]).wait_for()
+    shown = page.locator("main table").evaluate_all(
+        "tables => tables.map(each => [...each.rows].map(row => [...row.cells].map(cell => cell.textContent)))"
+    )
+    assert shown == [[table["head"], *table["rows"]] for table in PLAN["tables"]]
+    assert find_violations(page) == []
+    page.reload()
+    page.get_by_text(PLAN["advice"]).wait_for()
+
+
+def test_a_plan_that_fails_says_why(control_url: str, page: Any) -> None:
+    page.request.patch(f"{control_url}/runs/lake", data={"num_workers": 2})
+    page.goto(f"{control_url}/ui/#/plan/lake")
+    page.get_by_role("button", name="Simulate").click()
+    page.get_by_text("No plan: the run has 0 steps in its metrics").wait_for()
+    assert page.get_by_role("button", name="Simulate").is_enabled()
 
 
 def test_the_quarantine_is_shown(control_url: str, page: Any) -> None:

@@ -1,4 +1,4 @@
-"""Routes that make a run from another one's files."""
+"""Routes of work on a run's files: forks, reproductions, plans."""
 
 from typing import Annotated, Any
 
@@ -6,7 +6,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from offbeat.services.control.console.derived_runs import DerivedRuns
 from offbeat.services.control.console.routes import MAX_NUMBER, RunId
-from offbeat.services.control.console.schemas import ReproductionView
+from offbeat.services.control.console.schemas import PlanView, ReproductionView
 from offbeat.services.control.http_errors import refusals
 from offbeat.services.control.request_bodies import JSON_TYPE, read_object
 from offbeat.services.control.rights import rights_of
@@ -50,5 +50,15 @@ def derived_routes(derived: DerivedRuns) -> APIRouter:
     async def show_reproduction(run_id: RunId) -> ReproductionView:
         """State and result of the newest reproduction."""
         return await derived.reproduction(run_id)
+
+    @routes.post("/runs/{run_id}/plan", status_code=202, responses=refusals(404, 409, 422))
+    async def plan_run(run_id: RunId) -> PlanView:
+        """Simulate the run from its measured times, under the settings in force and with changes of them."""
+        return await derived.plan(run_id)
+
+    @routes.get("/runs/{run_id}/plan", responses=refusals(404, 409, 422))
+    async def show_plan(run_id: RunId) -> PlanView:
+        """State and result of the newest plan."""
+        return await derived.newest_plan(run_id)
 
     return routes

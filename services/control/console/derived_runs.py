@@ -1,34 +1,41 @@
-"""Forks, and repetitions of recorded steps."""
+"""Forks, repetitions of recorded steps, and plans."""
 
 import asyncio
 import copy
 import json
 import re
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from typing import Any
 
-from offbeat.services.control.console.schemas import ReproductionState, ReproductionView
+from offbeat.services.control.console.jobs import RunJobs
+from offbeat.services.control.console.schemas import PlanState, PlanView, ReproductionState, ReproductionView
 from offbeat.services.control.rights import Rights
-from offbeat.services.control.run import RUN_ID, RunRecord, RunStateError
+from offbeat.services.control.run import RUN_ID, RunRecord
 from offbeat.services.control.schemas import ProblemView, RunView
 from offbeat.services.control.service import ControlService, InvalidRunError
 from offbeat.services.errors import ControlError
-from offbeat.services.keys import RunKeys
 
 MAX_REPRODUCTIONS = 2
 """Each trains in a process of its own, for an hour at most."""
+MAX_PLANS = 1
+"""Each takes a core for some 15 s."""
 
 
 class TooManyReproductionsError(ControlError):
     """Too many reproductions are running."""
 
 
+class TooManyPlansError(ControlError):
+    """Another plan is being made."""
+
+
 class DerivedRuns:
     def __init__(self, service: ControlService) -> None:
         self._service = service
-        self._threads = ThreadPoolExecutor(MAX_REPRODUCTIONS, thread_name_prefix="reproduce")
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._reproductions = RunJobs(
+            service.store, "reproduction", ReproductionView, MAX_REPRODUCTIONS, TooManyReproductionsError
+        )
+        self._plans = RunJobs(service.store, "plan", PlanView, MAX_PLANS, TooManyPlansError)
 
     async def fork(self, run_id: str, step: int, changes: Mapping[str, Any], rights: Rights) -> tuple[RunView, bool]:
         """Start a run from a checkpoint of another one.
@@ -47,56 +54,36 @@ class DerivedRuns:
         return view, created
 
     async def reproduce(self, run_id: str, step: int) -> ReproductionView:
-        """Start a reproduction.
-
-        Raises:
-            RunStateError: one of this run is running.
-            TooManyReproductionsError: of other runs.
-        """
+        """Start a reproduction; raises as `RunJobs.begin`."""
         record = await self._service.store.load(run_id)
-        if run_id in self._tasks:
-            raise RunStateError(f"a reproduction of run {run_id!r} is running: wait for its end")
-        if len(self._tasks) >= MAX_REPRODUCTIONS:
-            raise TooManyReproductionsError(
-                f"reproductions of runs {', '.join(sorted(self._tasks))} are running: wait for the end of one"
-            )
-        view = ReproductionView(state=ReproductionState.RUNNING, step=step, began_at=self._service.store.clock())
-        await self._save(run_id, view)
-        task = asyncio.create_task(self._reproduce(record, view), name=f"reproduce {run_id}")
-        self._tasks[run_id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(run_id, None))
-        return view
+
+        def work() -> dict[str, Any]:
+            equal, result = self._service.factory.reproduce(record, step)
+            return {
+                "state": ReproductionState.EQUAL if equal else ReproductionState.DIFFERENT,
+                "result": dict(result),
+            }
+
+        return await self._reproductions.begin(
+            run_id, ReproductionView(state=ReproductionState.RUNNING, step=step), work
+        )
 
     async def reproduction(self, run_id: str) -> ReproductionView:
-        """Return the newest one; failed if the service died during it."""
-        await self._service.store.load(run_id)
-        text = await cast(Any, self._service.store.redis.get(_key(run_id)))
-        if text is None:
-            return ReproductionView(state=ReproductionState.NONE)
-        view = ReproductionView.model_validate_json(text)
-        if view.state is ReproductionState.RUNNING and run_id not in self._tasks:
-            return view.model_copy(update={"state": ReproductionState.FAILED, "error": "the service was restarted"})
-        return view
+        return await self._reproductions.newest(run_id)
 
-    async def _reproduce(self, record: RunRecord, view: ReproductionView) -> None:
-        assert view.step is not None
-        try:
-            calling = asyncio.get_running_loop().run_in_executor(
-                self._threads, self._service.factory.reproduce, record, view.step
-            )
-            equal, result = await calling
-            state = ReproductionState.EQUAL if equal else ReproductionState.DIFFERENT
-            outcome: dict[str, Any] = {"state": state, "result": dict(result)}
-        except ControlError as error:
-            outcome = {"state": ReproductionState.FAILED, "error": str(error)}
-        await self._save(record.run_id, view.model_copy(update={**outcome, "ended_at": self._service.store.clock()}))
+    async def plan(self, run_id: str) -> PlanView:
+        """Start a plan from what the run measured, under its settings in force; raises as `RunJobs.begin`."""
+        store = self._service.store
+        record = await store.load(run_id)
+        settings = await store.settings(record)
 
-    async def _save(self, run_id: str, view: ReproductionView) -> None:
-        await cast(Any, self._service.store.redis.set(_key(run_id), view.model_dump_json()))
+        def work() -> dict[str, Any]:
+            return {"state": PlanState.DONE, "result": dict(self._service.factory.plan(record, settings))}
 
+        return await self._plans.begin(run_id, PlanView(state=PlanState.RUNNING), work)
 
-def _key(run_id: str) -> str:
-    return RunKeys(run_id).key("reproduction")
+    async def newest_plan(self, run_id: str) -> PlanView:
+        return await self._plans.newest(run_id)
 
 
 def fork_config(

@@ -1,5 +1,5 @@
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field
 
@@ -242,6 +242,21 @@ class CompareView(View):
     """Configuration key -> its value in each run, of keys that differ."""
 
 
+class JobView(View):
+    """Newest job on a run's files."""
+
+    began_at: float | None = None
+    ended_at: float | None = None
+    error: str = ""
+
+    @property
+    def is_running(self) -> bool:
+        raise NotImplementedError
+
+    def failed(self, error: str) -> Self:
+        raise NotImplementedError
+
+
 class ReproductionState(StrEnum):
     NONE = "none"
     RUNNING = "running"
@@ -251,13 +266,39 @@ class ReproductionState(StrEnum):
     FAILED = "failed"
 
 
-class ReproductionView(View):
+class ReproductionView(JobView):
     """Newest reproduction of recorded steps."""
 
-    state: ReproductionState
+    state: ReproductionState = ReproductionState.NONE
     step: int | None = None
-    began_at: float | None = None
-    ended_at: float | None = None
-    error: str = ""
     result: dict[str, Any] | None = None
     """As `offbeat learner reproduce --json` prints it."""
+
+    @property
+    def is_running(self) -> bool:
+        return self.state is ReproductionState.RUNNING
+
+    def failed(self, error: str) -> Self:
+        return self.model_copy(update={"state": ReproductionState.FAILED, "error": error})
+
+
+class PlanState(StrEnum):
+    NONE = "none"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class PlanView(JobView):
+    """Newest plan of a run."""
+
+    state: PlanState = PlanState.NONE
+    result: dict[str, Any] | None = None
+    """As `offbeat plan --json` prints it."""
+
+    @property
+    def is_running(self) -> bool:
+        return self.state is PlanState.RUNNING
+
+    def failed(self, error: str) -> Self:
+        return self.model_copy(update={"state": PlanState.FAILED, "error": error})

@@ -1,12 +1,18 @@
 """`offbeat runs why --plan`, by the folder of a run that the real writers wrote."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
+from redis.asyncio import Redis as AsyncRedis
 
+from offbeat.deploy.cluster import ray_run_factory
+from offbeat.deploy.cluster.ray_run_factory import RayRunFactory
 from offbeat.deploy.config.loader import read_run
 from offbeat.deploy.plan.advice import advise
 from offbeat.deploy.plan.measurements import PlanError
+from offbeat.services.control.run import RunRecord
+from offbeat.services.errors import ControlError
 from offbeat.services.telemetry import MetricRecord, Partial
 from offbeat.trainer.trackers.metrics_file import METRICS_FILE, MetricsFile
 from tests.copying import replace
@@ -43,3 +49,18 @@ def test_live_settings_are_those_that_are_simulated(folder: Path):
 def test_a_folder_on_another_machine_has_no_plan(tmp_path: Path, folder: Path):
     with pytest.raises(PlanError, match="can't be read on this machine"):
         advise(tmp_path / "elsewhere", read_run(folder / "config.yaml").settings)
+
+
+async def test_a_run_of_the_mesh_is_simulated_under_its_settings_in_force(
+    folder: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_run_factory, "ensure_reaper", lambda: None)
+    config = read_run(folder / "config.yaml")
+    record = RunRecord("lake", config.model_dump_json(), str(folder), 7, config.settings)
+    factory = RayRunFactory(AsyncRedis.from_url(redis_url), redis_url, folder.parent)
+    settings = replace(config.settings, num_env_groups=2)
+    plan = await asyncio.to_thread(factory.plan, record, settings)
+    assert plan["configured"]["num_env_groups"] == 2
+    assert plan["measured"]["trajectories_per_s"] == pytest.approx(5, rel=0.01)
+    with pytest.raises(ControlError, match="is not on the host"):
+        await asyncio.to_thread(factory.plan, replace(record, output_dir=str(folder / "elsewhere")), settings)

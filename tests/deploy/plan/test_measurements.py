@@ -41,9 +41,9 @@ def step_rows(num: int = 6, *, refilled: float = 0.0) -> list[MetricRow]:
 
 
 def rollout_rows(counts: Sequence[int] = (4, 8, 16, 32), episode_s: float = 1.0) -> list[MetricRow]:
-    """A second each with `counts` turns in generation, and so many episodes in play as lead to that."""
+    """A second each after the first step, with `counts` turns in generation and the episodes in play that lead to that."""
     rows: list[MetricRow] = []
-    for second, count in enumerate(counts):
+    for second, count in enumerate(counts, start=3):
         turn_s = FIXED_S + SLOPE_S * count
         playing = count * (turn_s + ENV_S) / turn_s
         rows.append(MetricRow(second + 0.5, "rollout", {"playing": playing}, labels={"worker": "w"}))
@@ -149,3 +149,13 @@ def test_a_run_folder_gives_metrics_and_batches(tmp_path: Path):
 def test_a_folder_without_metrics_is_refused(tmp_path: Path):
     with pytest.raises(PlanError, match=r"metrics\.jsonl can't be read"):
         read_measures(tmp_path, load_run(QUICKSTART, []))
+
+
+def test_what_began_before_the_first_step_ended_is_left_out():
+    """An engine compiles its kernels during the first turns."""
+    rows = [*step_rows(), *(replace(row, time=row.time + 20.0) for row in rollout_rows())]
+    cold = {"turns": 900.0, "generation_s": 4.0, "env_s": 0.0, "episodes": 80.0, "episode_s": 25.0}
+    cold_rows = [MetricRow(time, "rollout", cold, labels={"worker": "w", "kind": "train"}) for time in (1.0, 20.1)]
+    groups = [[timed(i, 1.0) for i in range(2)]]
+    assert measure([*rows, *cold_rows], groups).measures == measure(rows, groups).measures
+    assert measure([*step_rows(), *cold_rows], groups).measures.turn_s.seconds(1.0) == pytest.approx(4.0)

@@ -25,10 +25,13 @@ from offbeat.services.control.schemas import ProblemView
 from offbeat.services.control.service import ControlService, InvalidRunError
 from offbeat.services.control.store import RunStore
 from offbeat.services.errors import ControlError
+from offbeat.services.live_settings import Settings
 from tests.copying import replace
 from tests.services.control.control_fakes import SETTINGS
 
 MOST_WORKERS = 8
+PLAN: Mapping[str, Any] = json.loads((Path(__file__).parent / "plan.json").read_text())
+"""Of `offbeat plan --json`."""
 YAML = {"Content-Type": "application/yaml"}
 
 
@@ -39,6 +42,8 @@ class FakeRunFactory(PackagedRecipes):
         self._redis = redis
         self.may_reproduce = threading.Event()
         self.may_reproduce.set()
+        self.may_plan = threading.Event()
+        self.may_plan.set()
 
     async def validate(self, document: str | dict[str, Any], rights: Rights) -> RunSpec:
         del rights
@@ -71,6 +76,13 @@ class FakeRunFactory(PackagedRecipes):
             raise ControlError(f"no way to step {step} from a checkpoint before it")
         self.may_reproduce.wait()
         return True, {"start": 0, "steps": [step], "compared": []}
+
+    def plan(self, record: RunRecord, settings: Settings) -> Mapping[str, Any]:
+        del record
+        if settings.num_workers > 1:
+            raise ControlError("the run has 0 steps in its metrics")
+        self.may_plan.wait()
+        return PLAN
 
     @contextmanager
     def hold_files(self, record: RunRecord) -> Iterator[Callable[[], Removal]]:

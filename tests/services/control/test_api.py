@@ -343,6 +343,8 @@ async def test_the_documentation_names_every_route_and_what_it_may_answer(api: A
         ("POST", "/runs/{run_id}/fork"),
         ("POST", "/runs/{run_id}/reproduce"),
         ("GET", "/runs/{run_id}/reproduce"),
+        ("POST", "/runs/{run_id}/plan"),
+        ("GET", "/runs/{run_id}/plan"),
         ("GET", "/compare"),
         ("GET", "/session"),
         ("POST", "/session"),

@@ -1,7 +1,8 @@
-"""A run is forked from a checkpoint with changed keys, and its recorded steps are reproduced."""
+"""A run is forked from a checkpoint with changed keys, its recorded steps are reproduced, and it is simulated."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from offbeat.services.control.run import RunRecord, RunState
 from offbeat.services.control.service import InvalidRunError
 from offbeat.trainer.training.checkpoint import LearnerState
 from offbeat.trainer.training.checkpoint_store import CheckpointStore
-from tests.services.control.api_harness import ApiHarness, api_harness, code
+from tests.services.control.api_harness import PLAN, ApiHarness, api_harness, code
 from tests.services.control.control_fakes import SETTINGS
 from tests.trainer.training.test_checkpoint import write
 from tests.waiting import wait_until
@@ -121,11 +122,50 @@ async def test_more_reproductions_than_two_are_refused(redis_url: str, runs: Pat
         await wait_until(has_room)
 
 
+async def plan_of(api: ApiHarness) -> dict[str, Any]:
+    """Return the plan of `lake`, once it is made."""
+
+    async def has_ended() -> bool:
+        return (await api.http.get("/runs/lake/plan")).json()["state"] != "running"
+
+    await wait_until(has_ended)
+    return (await api.http.get("/runs/lake/plan")).json()
+
+
+async def test_a_plan_is_made_beside_and_kept(api: ApiHarness) -> None:
+    assert (await plan_of(api))["state"] == "none"
+    begun = await api.http.post("/runs/lake/plan")
+    assert (begun.status_code, begun.json()["state"]) == (202, "running")
+    made = await plan_of(api)
+    assert (made["state"], made["result"]) == ("done", PLAN)
+
+
+async def test_a_plan_is_of_the_settings_in_force_and_says_why_it_fails(api: ApiHarness) -> None:
+    await api.http.patch("/runs/lake", json={"num_workers": 2})
+    await api.http.post("/runs/lake/plan")
+    made = await plan_of(api)
+    assert (made["state"], made["error"]) == ("failed", "the run has 0 steps in its metrics")
+
+
+async def test_a_second_plan_is_refused(redis_url: str, runs: Path) -> None:
+    async with api_harness(redis_url) as harness:
+        harness.factory.may_plan.clear()
+        try:
+            for name in ("lake", "pond"):
+                await harness.start(name, output_dir=str(runs / name))
+            begun = [await harness.http.post(f"/runs/{name}/plan") for name in ("lake", "lake", "pond")]
+            assert [answer.status_code for answer in begun] == [202, 409, 429]
+            assert [code(answer) for answer in begun[1:]] == ["run_state", "too_many_plans"]
+        finally:
+            harness.factory.may_plan.set()
+        assert (await plan_of(harness))["state"] == "done"
+
+
 async def test_a_token_for_reading_can_neither_fork_nor_reproduce(redis_url: str, runs: Path) -> None:
     async with api_harness(redis_url, "operate", "look") as harness:
         await harness.start("lake", RunState.FINISHED, output_dir=str(runs / "lake"))
         headers = {"Authorization": "Bearer look"}
-        for path in ("fork", "reproduce"):
+        for path in ("fork", "reproduce", "plan"):
             refused = await harness.http.post(f"/runs/lake/{path}?step=2", json={}, headers=headers)
             assert (refused.status_code, code(refused)) == (403, "read_only")
         assert (await harness.http.get("/runs/lake/groups", headers=headers)).status_code == 200

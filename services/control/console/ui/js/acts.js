@@ -26,7 +26,7 @@ function ask(question, verb) {
 }
 
 /** @param {HTMLElement} place */
-function reporter(place) {
+export function reporter(place) {
   return {
     /** @param {string} text */
     done: (text) => place.replaceChildren(h("p", { role: "status" }, text)),
@@ -67,7 +67,7 @@ export async function show(context, main) {
   main.replaceChildren(answer);
   if (context.run) {
     const run = await get(`/runs/${context.run}`);
-    main.append(stateActs(run, report), settingsActs(run, report), derivedActs(context, run, report), quarantine(context, report));
+    main.append(stateActs(run, report), settingsActs(run, report), derivedActs(run, report), quarantine(context, report));
   }
   main.append(startActs(report, (await get("/recipes")).recipes));
 }
@@ -101,11 +101,10 @@ function settingsActs(run, report) {
 }
 
 /**
- * @param {import("./app.js").Context} context
  * @param {any} run
  * @param {Reporter} report
  */
-function derivedActs(context, run, report) {
+function derivedActs(run, report) {
   const step = h("input", { type: "number", min: 0, value: Math.max(run.step, 0), size: 8 });
   const name = h("input", { size: 20, placeholder: `${run.id}-fork-N` });
   const keys = h("textarea", { rows: 3, cols: 50, placeholder: '{"actor_train.training_args.learning_rate": 1e-4}' });
@@ -116,7 +115,8 @@ function derivedActs(context, run, report) {
   });
   const reproduce = button(report, "Reproduce", () => `Train ${run.id} again up to step ${step.value}, beside it, and compare the weights?`, async () => {
     await send("POST", `/runs/${run.id}/reproduce?step=${step.value}`);
-    follow(context, report);
+    const describe = (/** @type {any} */ view) => `Reproduction of step ${view.step}: ${view.state}. ${view.error} ${JSON.stringify(view.result?.compared ?? [])}`;
+    follow(`/runs/${run.id}/reproduce`, report, describe);
     return `Reproducing step ${step.value} ...`;
   });
   return h("section", {}, h("h2", {}, "From a checkpoint"), h("div", { class: "bar" }, h("label", {}, "Step", step), h("label", {}, "Name of the fork", name),
@@ -124,16 +124,17 @@ function derivedActs(context, run, report) {
 }
 
 /**
- * Report a reproduction's end; a service that is busy or restarts is asked again.
- * @param {import("./app.js").Context} context
+ * Report a job's states until its end; a service that is busy or restarts is asked again.
+ * @param {string} path
  * @param {Reporter} report
+ * @param {(view: any) => string} describe
  */
-async function follow(context, report) {
-  const again = () => void setTimeout(() => follow(context, report), POLL_MS);
+export async function follow(path, report, describe) {
+  const again = () => void setTimeout(() => follow(path, report, describe), POLL_MS);
   try {
-    const view = await get(`/runs/${context.run}/reproduce`);
-    if (view.state === "running") return again();
-    report.done(`Reproduction of step ${view.step}: ${view.state}. ${view.error} ${JSON.stringify(view.result?.compared ?? [])}`);
+    const view = await get(path);
+    report.done(describe(view));
+    if (view.state === "running") again();
   } catch (error) {
     report.refused(error);
     if (!(error instanceof Refusal) || PASSING.includes(error.status)) again();
@@ -201,14 +202,7 @@ async function submit(path, yaml, problems) {
 function startActs(report, recipes) {
   const yaml = h("textarea", { spellcheck: false, placeholder: "exp_name: lake\noutput_dir: runs/lake\n..." });
   const problems = h("ol", { class: "bad" });
-  const check = async () => {
-    try {
-      await submit("/runs?dry_run=true", yaml, problems);
-      report.done("The configuration is valid.");
-    } catch (error) {
-      report.refused(error);
-    }
-  };
+  const check = () => submit("/runs?dry_run=true", yaml, problems).then(() => report.done("The configuration is valid."), report.refused);
   const fill = async (/** @type {string} */ name) => { if (name) yaml.value = await getText(`/recipes/${name}`); };
   const names = recipes.map(({ name, about }) => /** @type {[string, string]} */ ([name, `${name}: ${about}`]));
   return h("section", { class: "yaml" }, h("h2", {}, "Start a run"), choice("From a recipe", [["", "none"], ...names], "", fill),

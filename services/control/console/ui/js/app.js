@@ -6,6 +6,7 @@ import * as acts from "./acts.js";
 import * as curves from "./curves.js";
 import * as groups from "./groups.js";
 import * as mesh from "./mesh.js";
+import * as plan from "./plan.js";
 import * as trajectory from "./trajectory.js";
 
 /**
@@ -30,8 +31,8 @@ import * as trajectory from "./trajectory.js";
  */
 
 /** @type {Record<string, View>} */
-const VIEWS = { mesh, curves, groups, trajectory, acts };
-const SHOWN = ["mesh", "curves", "groups", "acts"];
+const VIEWS = { mesh, curves, groups, trajectory, plan, acts };
+const SHOWN = ["mesh", "curves", "groups", "plan", "acts"];
 
 /** @type {() => void} */
 let leave = () => {};
