@@ -114,7 +114,7 @@ test-others: $(STAMP)
 	echo; cat $$output; rm $$output; exit $$failed
 
 test-nightly: $(STAMP) ## run the tests that `make test` leaves out, one at a time
-	@$(BIN)/python -m pytest -q --durations=20 -m nightly tests/integration $(ARGS)
+	@$(BIN)/python -m pytest -q --durations=20 -m nightly tests $(ARGS)
 
 # Harbor needs Python 3.12; of Offbeat's own requirements, those of its envs suffice there.
 test-harbor: ## test Harbor's trials on the sandbox, in an environment of their own (HARBOR_PYTHON=python3.12)

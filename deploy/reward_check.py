@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from offbeat.envs.dataset.files import DatasetRows, Row, RowError
+from offbeat.envs.dataset.files import DatasetRows, Row, RowError, read_field
 from offbeat.services.reward.config import RewardsConfig
 from offbeat.services.reward.errors import RewardError
 from offbeat.services.reward.factory import make_scorer
@@ -163,7 +163,7 @@ def read_sample(row: Row, columns: Columns) -> RewardSample:
     rest = {key: value for key, value in row.items() if key not in used}
     tag = str(row.get(c.tag) or c.default_tag)
     messages = cast(Sequence[Mapping[str, Any]], prompt)
-    return RewardSample(messages, response, 0, row.get(c.ground_truth), c.tags.get(tag, tag), rest)
+    return RewardSample(messages, response, 0, read_field(row, c.ground_truth), c.tags.get(tag, tag), rest)
 
 
 def _label(row: Row, columns: Columns) -> float | None:

@@ -53,6 +53,16 @@ class {cls}(gymnasium.Env[str, str]):
     def random_answer(self, rng: np.random.Generator) -> str:
         """Return a random answer."""
         return str(rng.integers(self.largest + 1))
+
+
+def random_episode(env: {cls}, rng: np.random.Generator) -> list[dict[str, str]]:
+    """Return an episode with a random answer; `warm_start` shows a policy without pretraining what answers look like."""
+    observation, _ = env.reset(seed=int(rng.integers(2**31)))
+    return [
+        {{"role": "system", "content": env.system_prompt}},
+        {{"role": "user", "content": observation}},
+        {{"role": "assistant", "content": env.random_answer(rng)}},
+    ]
 '''
 
 TEST = """from {name} import {cls}
@@ -82,6 +92,7 @@ custom_envs:
     max_tokens_per_step: 2
     execution: inline
     env_config: {{largest: 9}}
+warm_start: {{demos: "{name}:random_episode", tag: {cls}, steps: 60}}
 train_env_manager: {{num_env_groups: 16, group_size: 8}}
 rollout_batch_size: 64
 sequence_length: 64

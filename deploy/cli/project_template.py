@@ -26,8 +26,8 @@ python -m pytest
 ## Next
 
 - **Your task:** change `reset`, `step` and `system_prompt`; `words` are those of the tiny policy's vocabulary.
-- **A real model:** `offbeat train {name}.yaml pretrain=Qwen/Qwen2.5-0.5B-Instruct`, with a larger `max_tokens_per_step`
-  and `sequence_length`.
+- **A real model:** `offbeat train {name}.yaml pretrain=Qwen/Qwen2.5-0.5B-Instruct warm_start=null`, with a larger
+  `max_tokens_per_step` and `sequence_length`.
 - **Another algorithm:** `adv_estimator`, `pg_variant`, or a function of yours (`adv_estimator: my_module:advantages`).
 - **All keys:** `offbeat config show {name}.yaml`; `offbeat config list` has more configurations.
 """

@@ -8,7 +8,7 @@ from typing import cast
 
 from offbeat.deploy.config.run import RunConfig
 from offbeat.envs import registry
-from offbeat.envs.dataset.files import open_rows
+from offbeat.envs.dataset.files import open_rows, read_field
 from offbeat.services.chat.assistant_tokens import content_parts
 from offbeat.services.rollout.config import CustomEnv
 from offbeat.services.rollout.data.source import message_keys
@@ -66,10 +66,9 @@ def _words_of_data(config: RunConfig) -> Iterator[str]:
             continue
         rows = open_rows(path)
         named = (*message_keys(config.data), *((config.data.ground_truth_key,) if config.plays_prompts else ()))
-        keys = [key for key in named if key in rows.columns]
-        for row in rows.scan(keys):
-            for key in keys:
-                yield from _words_of_value(row.get(key))
+        for row in rows.scan(sorted({part for key in named for part in (key, key.partition(".")[0])})):
+            for key in named:
+                yield from _words_of_value(read_field(row, key))
 
 
 def _words_of_value(value: object) -> Iterator[str]:

@@ -104,6 +104,16 @@ class TableRows:
         return f"{self._path} row {index + 1}"
 
 
+def read_field(row: Row, key: str) -> Any:
+    """Return a column, or for `column.field` what a column of mappings holds; None if there is no such value."""
+    if key in row:
+        return row[key]
+    value: Any = row
+    for name in key.split("."):
+        value = cast(Row, value).get(name) if isinstance(value, Mapping) else None
+    return value
+
+
 def open_rows(path: Path) -> DatasetRows:
     """Open a dataset, once per state of its file; raises ValueError if unreadable or empty."""
     try:

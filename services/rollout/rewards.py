@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from msgspec import structs
 
+from offbeat.envs.dataset.files import read_field
 from offbeat.envs.dataset.prompt import RowPrompt
 from offbeat.envs.prompts import ROW_IMAGE
 from offbeat.services.chat.append_only import ChatFormat
@@ -64,7 +65,7 @@ class EpisodeRewards:
         last, data = trajectory.turns[-1], self._data
         used = (data.messages_key, data.prompt_key, data.images_key, data.ground_truth_key, data.tag_key)
         rest = {key: value for key, value in row.items() if key not in used}
-        truth = row.get(data.ground_truth_key)
+        truth = read_field(row, data.ground_truth_key)
         return RewardSample(prompt, texts[-1], last.end - last.start, truth, trajectory.tag, rest)
 
     def _success(self, tag: str, values: Mapping[str, float]) -> float | None:

@@ -45,6 +45,7 @@ def test_recorded_logprobs_are_those_of_their_versions_weights(start: Start) -> 
     assert len(compared.versions) >= 4, "batches lag by one version at most"
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_kills_with_open_sessions_lose_no_group_and_mix_no_weights(start: Start) -> None:
     """vLLM's replica, an env worker, the learner and the engine core die while episodes stay in the engine and weights

@@ -4,6 +4,7 @@ Patterns are dotted: `*` is any part, `a|b` one of several, `a*` a prefix, a las
 rule counts.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -25,6 +26,8 @@ class Key:
 
 Rule = Callable[[Key], Outcome | None]
 Rules = Sequence[tuple[str, Rule]]
+NO_NAME = re.compile(r"[^A-Za-z0-9_.-]+")
+MAX_NAME = 64
 UNKNOWN = "no counterpart known: see docs/configuration.md"
 
 
@@ -67,6 +70,14 @@ def take_file(target: str) -> Rule:
         return Outcome("renamed", tuple(target.split(".")), names[0], note)
 
     return rule
+
+
+def name_run(key: Key) -> Outcome:
+    """Take a run's name, which is also a folder's here: letters, digits, `_`, `.` and `-`."""
+    name = NO_NAME.sub("-", str(key.value)).strip("-._")[:MAX_NAME].rstrip("-._")
+    if not name:
+        return Outcome("no counterpart", note="set exp_name")
+    return Outcome("renamed" if name == key.value else "value", ("exp_name",), name)
 
 
 def fill(target: str, path: KeyPath) -> KeyPath:

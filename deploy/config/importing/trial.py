@@ -30,6 +30,8 @@ DEVICE_KEYS = (
     *(f"{ENGINE}.{name}" for name in ("max_model_len", *GPU_ARGUMENTS)),
 )
 """Keys of model, GPUs and their machine's folders."""
+REWARD_CPUS = 0.5
+"""Of two, an engine reserves 1 and an env worker 0.5."""
 
 
 def num_minibatches(tree: Tree) -> int | None:
@@ -52,6 +54,7 @@ def make_trial(tree: Tree) -> Tree:
         arguments = (f"strategy_args.strategy_config.{name}" for name in GPU_ARGUMENTS)
         for part in ("device", "device_mapping", "model_args.attn_implementation", *arguments):
             remove(reward, tuple(part.split(".")))
+    _reserve_cpus(tree)
     if steps is not None:
         put(tree, ("actor_train", "training_args", "num_minibatches"), steps)
     _sample_on_cpus(tree)
@@ -65,6 +68,13 @@ def make_trial(tree: Tree) -> Tree:
     if isinstance(longest, int) and longest > TinyPolicyConfig().max_position_embeddings:
         put(tree, ("tiny", "max_position_embeddings"), longest)
     return tree
+
+
+def _reserve_cpus(tree: Tree) -> None:
+    """Let models that score answers fit beside an engine and an env worker on two cores."""
+    scoring = [reward for reward in tree.get("rewards", ()) if reward.get("model_args")]
+    for reward in scoring:
+        reward["cpus_per_replica"] = round(REWARD_CPUS / len(scoring), 2)
 
 
 def _sample_on_cpus(tree: Tree) -> None:

@@ -45,7 +45,9 @@ class DataConfig(Config):
     `rlvr`: a tag of `custom_envs`, or a value that `tag_included` assigns to one.
     """
     ground_truth_key: str = "ground_truth"
-    """Column of the right answer, for the rewards of `rlvr`."""
+    """Column of the right answer, for the rewards of `rlvr`; `column.field` for a column of mappings, as verl's
+    `reward_model.ground_truth`.
+    """
     prompt_length: Annotated[int | None, Field(ge=1)] = None
     """Maximum tokens of a prompt of `rlvr`; longer ones are replaced by the next and counted. None: what fits in
     `sequence_length`.

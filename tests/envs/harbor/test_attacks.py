@@ -30,9 +30,17 @@ ATTACKS = {
 }
 HARMLESS_UNPROTECTED = ("a shell's start-up file",)
 """Harmless to a verifier without protection, too, as variables end with their command."""
+NIGHTLY = (BACKENDS[0], pytest.param(True, id="image", marks=pytest.mark.nightly))
+"""Both backends, the container at night alone: `make test` has four attacks on it."""
+IN_A_CONTAINER = (
+    "a reward written ahead",
+    "a link to the expected answer",
+    "a process that writes the reward",
+    "a shell's start-up file",
+)
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture
 def trial(task_folder: TaskFolder, request: pytest.FixtureRequest):
     task_folder.write("tests/test.sh", VERIFIER)
     task_folder.write("tests/expected.txt", "secret\n")
@@ -43,13 +51,25 @@ def trial(task_folder: TaskFolder, request: pytest.FixtureRequest):
     trial.close()
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("trial", BACKENDS, indirect=True)
+@pytest.mark.parametrize("attack", IN_A_CONTAINER)
 def test_an_attack_on_the_verifier_earns_nothing(trial: TaskTrial, attack: str):
+    _attack(trial, attack)
+
+
+@pytest.mark.parametrize("trial", NIGHTLY, indirect=True)
+@pytest.mark.parametrize("attack", [name for name in ATTACKS if name not in IN_A_CONTAINER])
+def test_another_attack_on_the_verifier_earns_nothing(trial: TaskTrial, attack: str):
+    _attack(trial, attack)
+
+
+def _attack(trial: TaskTrial, attack: str) -> None:
     trial.run(ATTACKS[attack], 20)
     verdict = trial.verify(trial.task.steps[0], 20)
     assert (verdict.rewards, verdict.error) == ({"reward": 0.0}, "")
 
 
+@pytest.mark.parametrize("trial", NIGHTLY, indirect=True)
 @pytest.mark.parametrize("attack", [name for name in ATTACKS if name not in HARMLESS_UNPROTECTED])
 def test_it_would_succeed_without_protection(trial: TaskTrial, attack: str):
     trial.run(ATTACKS[attack], 20)
@@ -60,6 +80,7 @@ def test_it_would_succeed_without_protection(trial: TaskTrial, attack: str):
     assert read_verdict(shell, result).rewards == {"reward": 1.0}
 
 
+@pytest.mark.parametrize("trial", NIGHTLY, indirect=True)
 @pytest.mark.parametrize(
     "sabotage",
     [

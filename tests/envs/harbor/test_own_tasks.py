@@ -60,7 +60,10 @@ def test_an_episode_of_the_solutions_commands_succeeds(name: str):
     assert rewards == [0.0] * (len(rewards) - 1) + [1.0]
 
 
-@pytest.mark.parametrize("name", ["fix-mean", "two-reports", "link-current", "make-executable"])
+AT_NIGHT = ("two-reports", "link-current", "make-executable")
+
+
+@pytest.mark.parametrize("name", ["fix-mean", *(pytest.param(name, marks=pytest.mark.nightly) for name in AT_NIGHT)])
 def test_a_task_is_solved_in_a_container(name: str):
     (task,) = (task for task in TASKS if task.name == name)
     ok, text = describe_task(task, solve=True, image=require_image())

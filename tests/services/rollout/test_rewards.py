@@ -145,6 +145,17 @@ async def test_a_prompt_that_is_too_long_is_not_answered(bench, saying, tmp_path
     assert {sample.ground_truth for sample in SEEN} == {"Up"}
 
 
+async def test_the_answer_may_be_a_field_of_a_column(bench, saying, tmp_path: Path):
+    """verl's rows have it in `reward_model`."""
+    changes = settings(tmp_path, TRUTH, ground_truth_key="reward_model.ground_truth")
+    row = {"prompt": "P", "reward_model": {"style": "rule", "ground_truth": "Left"}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    async with bench(*group(0), generation=saying("Left"), **changes) as b:
+        await b.until_done(4)
+    assert {trajectory.reward for trajectory in b.buffer.submitted.values()} == {1.0}
+    assert {sample.ground_truth for sample in SEEN} == {"Left"}
+
+
 async def test_earlier_messages_of_a_row_come_before_the_answer(bench, saying, tmp_path: Path, chat):
     changes = settings(tmp_path, TRUTH, ground_truth_key="gold")
     messages = [

@@ -115,7 +115,10 @@ def test_an_imported_file_runs_once_a_model_and_rows_are_there(tmp_path: Path):
 
 
 def test_a_trial_has_its_judge_on_cpus():
-    judge = make_trial(import_roll(RLVR).tree)["rewards"][4]
+    """And fits on two: an engine reserves one, an env worker half of one."""
+    rewards = make_trial(import_roll(RLVR).tree)["rewards"]
+    assert [reward["cpus_per_replica"] for reward in rewards if "cpus_per_replica" in reward] == [0.5]
+    judge = rewards[4]
     assert "device" not in judge
     assert "device_mapping" not in judge
     assert judge["model_args"] == {"model_name_or_path": "virtuoussy/Qwen2.5-7B-Instruct-RLVR", "dtype": "bfloat16"}

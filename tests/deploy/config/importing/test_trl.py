@@ -1,14 +1,11 @@
-"""Configurations of TRL and verl become ours, by the names and defaults of their documentation."""
+"""Configurations of TRL become ours, by the names and defaults of its documentation."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.importing.report import KeyReport
 from offbeat.deploy.config.importing.trl import import_trl, translate_trl
-from offbeat.deploy.config.importing.verl import import_verl, read_overrides, translate_verl
 from offbeat.deploy.config.loader import validate_tree
 
 SFT = """
@@ -44,27 +41,6 @@ per_device_train_batch_size: 8
 gradient_accumulation_steps: 4
 lora_r: 8
 new_option: 3
-"""
-VERL = """#!/bin/bash
-set -x
-MODEL=org/model
-export N=8
-python3 -m verl.trainer.main_ppo \\
-    algorithm.adv_estimator=grpo \\
-    data.train_files=$HOME/train.parquet \\
-    data.train_batch_size=64 \\
-    data.max_response_length=1024 \\
-    actor_rollout_ref.model.path=${MODEL} \\
-    actor_rollout_ref.actor.optim.lr=1e-6 \\
-    actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1 \\
-    actor_rollout_ref.actor.ppo_mini_batch_size=16 \\
-    actor_rollout_ref.actor.use_kl_loss=True \\
-    actor_rollout_ref.actor.kl_loss_coef=0.001 \\
-    actor_rollout_ref.actor.kl_loss_type=low_var_kl \\
-    +actor_rollout_ref.rollout.n=${N:-5} \\
-    trainer.total_training_steps=${STEPS:-20} \\
-    trainer.total_epochs=15 \\
-    trainer.logger='["console","tensorboard"]' $@
 """
 
 
@@ -168,36 +144,3 @@ def test_optimizer_steps_per_generation_and_the_warm_up_are_counted(tmp_path: Pa
     assert {report.outcome.note for report in reports if report.key == ("steps_per_generation",)} == {
         "set rollout_batch_size to a multiple of 32"
     }
-
-
-def test_a_script_of_verl_passes_its_variables():
-    tree = read_overrides(VERL)
-    assert tree["actor_rollout_ref"]["model"]["path"] == "org/model"
-    assert tree["actor_rollout_ref"]["rollout"]["n"] == 8
-    assert tree["trainer"] == {
-        "total_training_steps": 20, "total_epochs": 15, "logger": ["console", "tensorboard"],
-    }  # fmt: skip
-    assert tree["data"]["train_files"] == "$HOME/train.parquet"  # of the environment
-
-
-def test_a_script_of_verl_becomes_rlvr(tmp_path: Path):
-    tree, reports = translate_verl(write(tmp_path, "run.sh", VERL))
-    assert (tree["pipeline"], tree["rollout_batch_size"], tree["sequence_length"]) == ("rlvr", 512, 1536)
-    training: dict[str, Any] = tree["actor_train"]["training_args"]
-    assert (training["learning_rate"], training["num_minibatches"], training["warmup_steps"]) == (1e-6, 4, 2)
-    assert (tree["kl_loss_coef"], tree["kl_loss_type"]) == (0.001, "k3")
-    assert tree["max_steps"] == 20
-    found = statuses(reports)
-    assert found["trainer.total_epochs"] == "no effect"
-    assert len(found) == len(set(found)) == 15
-
-
-def test_a_yaml_of_verl_is_read_too(tmp_path: Path):
-    text = "actor_rollout_ref: {actor: {clip_ratio: 0.1}}\nalgorithm: {adv_estimator: rloo}\n"
-    tree = import_verl(write(tmp_path, "ppo.yaml", text)).tree
-    assert (tree["pg_clip"], tree["adv_estimator"]) == (0.1, "rloo")
-
-
-def test_a_script_without_keys_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match="no `key=value` of verl"):
-        translate_verl(write(tmp_path, "run.sh", "echo hello\n"))

@@ -1,0 +1,234 @@
+"""Scripts and YAML files of verl become ours, by the names, meanings and defaults of verl 0.7."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offbeat.deploy.config.errors import ConfigError
+from offbeat.deploy.config.importing.report import KeyReport
+from offbeat.deploy.config.importing.rules import get
+from offbeat.deploy.config.importing.verl import import_verl, read_overrides, translate_verl
+
+VERL = """#!/bin/bash
+set -x
+MODEL=org/model
+export N=8
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo \\
+    data.train_files=$HOME/train.parquet \\
+    data.train_batch_size=64 \\
+    data.max_response_length=1024 \\
+    actor_rollout_ref.model.path=${MODEL} \\
+    actor_rollout_ref.actor.optim.lr=1e-6 \\
+    actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=16 \\
+    actor_rollout_ref.actor.use_kl_loss=True \\
+    actor_rollout_ref.actor.kl_loss_coef=0.001 \\
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl \\
+    +actor_rollout_ref.rollout.n=${N:-5} \\
+    trainer.total_training_steps=${STEPS:-20} \\
+    trainer.total_epochs=15 \\
+    trainer.logger='["console","tensorboard"]' $@
+"""
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def statuses(reports: list[KeyReport]) -> dict[str, str]:
+    return {".".join(each.key): each.outcome.status for each in reports if each.key}
+
+
+def test_a_script_of_verl_passes_its_variables():
+    tree = read_overrides(VERL)
+    assert tree["actor_rollout_ref"]["model"]["path"] == "org/model"
+    assert tree["actor_rollout_ref"]["rollout"]["n"] == 8
+    assert tree["trainer"] == {
+        "total_training_steps": 20, "total_epochs": 15, "logger": ["console", "tensorboard"],
+    }  # fmt: skip
+    assert tree["data"]["train_files"] == "$HOME/train.parquet"  # of the environment
+
+
+def test_a_script_of_verl_becomes_rlvr(tmp_path: Path):
+    tree, reports = translate_verl(write(tmp_path, "run.sh", VERL))
+    assert (tree["pipeline"], tree["rollout_batch_size"], tree["sequence_length"]) == ("rlvr", 512, 1536)
+    training: dict[str, Any] = tree["actor_train"]["training_args"]
+    assert (training["learning_rate"], training["num_minibatches"], training["warmup_steps"]) == (1e-6, 4, 2)
+    assert (tree["kl_loss_coef"], tree["kl_loss_type"]) == (0.001, "k3")
+    assert tree["max_steps"] == 20
+    found = statuses(reports)
+    assert found["trainer.total_epochs"] == "no effect"
+    assert len(found) == len(set(found)) == 15
+
+
+def test_a_yaml_of_verl_is_read_too(tmp_path: Path):
+    text = (
+        "actor_rollout_ref: {actor: {ppo_epochs: 2}, rollout: {n: 4}}\nalgorithm: {adv_estimator: rloo}\n"
+        "trainer: {project_name: p, experiment_name: a b, default_local_dir: 'out/${trainer.project_name}'}\n"
+    )
+    tree = import_verl(write(tmp_path, "ppo.yaml", text)).tree
+    assert (tree["ppo_epochs"], tree["adv_estimator"]) == (2, "rloo")
+    assert (tree["exp_name"], tree["output_dir"]) == ("a-b", "out/p")
+
+
+def test_a_script_without_keys_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="no `key=value` of verl"):
+        translate_verl(write(tmp_path, "run.sh", "echo hello\n"))
+
+
+def options(folder: Path, *words: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Import a script with these overrides; return our tree and the status of each key."""
+    known = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4", "actor_rollout_ref.model.path=org/model")
+    imported = import_verl(write(folder, "run.sh", f"python3 -m verl.trainer.main_ppo {' '.join((*known, *words))}"))
+    return imported.tree, statuses(list(imported.keys))
+
+
+def test_a_script_without_keys_has_verls_defaults(tmp_path: Path):
+    """Of `_generated_ppo_trainer.yaml`, where Offbeat's differ."""
+    tree = import_verl(write(tmp_path, "run.sh", "python3 -m verl.trainer.main_ppo data.train_files=a.parquet")).tree
+    expected = {
+        "adv_estimator": "gae",
+        "lambd": 1.0,
+        "value_clip": 0.5,
+        "dual_clip": 3.0,
+        "loss_agg_mode": "token-mean",
+        "rollout_batch_size": 1024,
+        "actor_train.training_args.num_minibatches": 4,
+        "actor_train.training_args.weight_decay": 0.01,
+        "actor_train.training_args.decay_all_weights": True,
+        "actor_train.training_args.adam_beta2": 0.999,
+        "actor_infer.generating_args.max_new_tokens": 512,
+        "critic.training_args.learning_rate": 1e-5,
+        "val_env_manager.generating_args.temperature": 0.0,
+        "val_env_manager.group_size": 1,
+        "data.ground_truth_key": "reward_model.ground_truth",
+        "data.num_train_epochs": 30,
+    }
+    # without validation rows its keys have no effect, and are left out
+    present = {key: value for key, value in expected.items() if not key.startswith("val_")}
+    assert {key: get(tree, key) for key in present} == present
+    text = "python3 -m verl.trainer.main_ppo data.train_files=a.parquet data.val_files=b.parquet"
+    tree = import_verl(write(tmp_path, "run.sh", text)).tree
+    assert {key: get(tree, key) for key in expected} == expected
+
+
+ACTOR, POLICY = "actor_rollout_ref.actor", "actor_rollout_ref.actor.policy_loss.loss_mode"
+CORRECTION = "algorithm.rollout_correction"
+OVERLONG = "+reward_model.reward_kwargs.overlong_buffer_cfg"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        # verl's clip_ratio is read only where a bound is null, and both are 0.2 by default
+        ((f"{ACTOR}.clip_ratio=0.1",), {"pg_clip": None, "pg_clip_low": None}),
+        ((f"{ACTOR}.clip_ratio_low=0.1", f"{ACTOR}.clip_ratio_high=0.28"), {"pg_clip_low": 0.1, "pg_clip_high": 0.28}),
+        ((f"{ACTOR}.use_kl_loss=True",), {"use_kl_loss": True, "kl_loss_coef": 0.001}),
+        (("algorithm.use_kl_in_reward=True",), {"init_kl_coef": 0.001}),
+        (
+            ("algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=low_var_kl", "algorithm.kl_ctrl.kl_coef=0.01"),
+            {"init_kl_coef": 0.01, "kl_penalty": "k3"},
+        ),
+        (
+            ("algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.2"),
+            {"target_kl": 0.2},
+        ),
+        (("algorithm.kl_ctrl.target_kl=0.2",), {"target_kl": None}),
+        (
+            (f"{POLICY}=gspo", f"{ACTOR}.clip_ratio_low=0.0003", f"{ACTOR}.loss_agg_mode=token-mean"),
+            {
+                "ratio_type": "sequence-token",
+                "pg_clip_low": 0.0003,
+                "loss_agg_mode": "seq-mean-token-mean",
+                "dual_clip": None,
+            },
+        ),
+        (
+            (f"{POLICY}=sapo", f"{ACTOR}.tau_neg=1.2"),
+            {"pg_variant": "sapo", "sapo_temperature_neg": 1.2, "loss_agg_mode": "seq-mean-token-mean"},
+        ),
+        (
+            (f"{POLICY}=cispo", f"{ACTOR}.clip_ratio_high=0.3"),
+            {"pg_variant": "cispo", "cispo_epsilon_low": 0.2, "cispo_epsilon_high": 0.3},
+        ),
+        (
+            (f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", "data.max_response_length=900"),
+            {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_agg_length": 900},
+        ),
+        (
+            (f"{CORRECTION}.rollout_is=sequence", f"{CORRECTION}.rollout_is_threshold=4.0"),
+            {"train_infer_correction": {"is_weight": {"weight_type": "sequence", "upper_bound": 4.0}}},
+        ),
+        (
+            (f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.bypass_mode=True"),
+            {"old_logprobs": "behavior", "train_infer_correction": None},
+        ),
+        (
+            (f"{OVERLONG}.enable=True", f"{OVERLONG}.len=512", f"{OVERLONG}.penalty_factor=0.5",
+             "+reward_model.reward_kwargs.max_resp_len=2048", "data.max_response_length=2048"),
+            {"reward_shaping": {"overlong_max_length": 2048, "overlong_buffer": 512, "overlong_penalty": 0.5}},
+        ),
+        ((f"{OVERLONG}.enable=False", f"{OVERLONG}.len=512"), {"reward_shaping": None}),
+        (
+            ("reward_model.enable=True", "reward_model.model.path=/m"),
+            {
+                "rewards": [
+                    {"name": "reward-model", "kind": "reward_model", "model_args": {"model_name_or_path": "/m"}}
+                ]
+            },
+        ),
+        (("critic.optim.lr=1e-4",), {"critic": None}),  # grpo has no critic
+        (
+            ("actor_rollout_ref.model.lora_rank=32",),
+            {
+                "actor_train.model_args.lora_rank": 32,
+                "actor_train.model_args.lora_alpha": 16,
+                "actor_train.model_args.lora_target": "all-linear",
+                "actor_train.training_args.learning_rate": 1e-6,
+            },
+        ),
+        (("actor_rollout_ref.model.lora_alpha=32",), {"actor_train.model_args.lora_alpha": None}),
+        (("algorithm.adv_estimator=grpo_vectorized",), {"adv_estimator": "grpo"}),
+        (("trainer.experiment_name=x_$(date)",), {"exp_name": "x_-date"}),
+    ],
+)  # fmt: skip
+def test_an_option_of_verl(words: tuple[str, ...], expected: dict[str, Any], tmp_path: Path):
+    mini = f"{ACTOR}.ppo_mini_batch_size=64"  # several optimizer steps per batch, without which clips have no effect
+    tree, _ = options(tmp_path, "data.train_batch_size=256", mini, "data.train_files=a.parquet", *words)
+    assert {key: get(tree, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("word", "status"),
+    [
+        (f"{POLICY}=clip_cov", "no counterpart"),
+        ("algorithm.adv_estimator=gpg", "no counterpart"),
+        (f"{CORRECTION}.rollout_rs=token_k1", "no counterpart"),
+        (f"{ACTOR}.megatron.tensor_model_parallel_size=2", "no counterpart"),
+        ("actor_rollout_ref.model.lora_rank=$RANK", "no counterpart"),
+        ("critic.optim.lr=1e-4", "no effect"),
+        (f"{ACTOR}.clip_ratio=0.1", "no effect"),
+        (f"{ACTOR}.ppo_micro_batch_size_per_gpu=null", "same"),
+        ("trainer.resume_mode=auto", "same"),
+    ],
+)
+def test_what_becomes_of_a_key_without_a_counterpart(word: str, status: str, tmp_path: Path):
+    words = () if word.startswith("algorithm.adv") else ("algorithm.adv_estimator=grpo",)
+    text = f"python3 -m verl.trainer.main_ppo {' '.join((*words, word))}"
+    _, reports = translate_verl(write(tmp_path, "run.sh", text))
+    assert statuses(reports)[word.partition("=")[0]] == status
+
+
+def test_arithmetic_of_a_script_is_calculated():
+    script = (
+        "prompt=$((1024 * 2))\nresponse=$((1024 * 8))\nn=$(((prompt + response) * 3 / 2))\n"
+        "python3 -m verl.trainer.main_ppo data.max_prompt_length=$((prompt)) data.max_response_length=${response} "
+        "data.x=${n} data.y=$((${prompt} + 1)) data.z=$((NOT_SET * 2))\n"
+    )
+    assert read_overrides(script)["data"] == {
+        "max_prompt_length": 2048, "max_response_length": 8192, "x": 15360, "y": 2049, "z": "$((NOT_SET*2))",
+    }  # fmt: skip
