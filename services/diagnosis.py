@@ -83,7 +83,10 @@ def diagnose(steps: Sequence[Mapping[str, float]], limits: DiagnosisLimits = NO_
     if not steps:
         return []
     window = StepWindow(steps[-WINDOW_STEPS:], steps[0], limits)
-    return [finding for rule in RULES if (finding := rule(window)) is not None]
+    findings = [finding for rule in RULES if (finding := rule(window)) is not None]
+    if not any(finding.name in CAUSES_OF_NO_GRADIENT for finding in findings):
+        findings += [finding for finding in (_no_gradient(window),) if finding is not None]
+    return findings
 
 
 def _not_finite(window: StepWindow) -> RunFinding | None:
@@ -167,7 +170,7 @@ def _no_signal(window: StepWindow) -> RunFinding | None:
     share = window.share("groups_without_signal", "groups")
     if not share >= 0.9 or not window.has(MIN_STEPS) or _constant_reward(window):
         return None
-    seen = f"{share:.0%} of the groups had no signal: all rewards of a group are equal"
+    seen = f"{share:.0%} of the groups had no signal: their rewards are equal, or a filter leaves them out"
     if window.mean("success") >= 0.95:
         return RunFinding(
             "solved", seen, "the task is solved: take harder tasks, or fewer steps", ("max_steps",), False
@@ -182,6 +185,8 @@ def _no_signal(window: StepWindow) -> RunFinding | None:
             "actor_infer.generating_args.temperature",
             "entropy_loss_coef",
             "zero_variance",
+            "difficulty_mask",
+            "query_filter_config",
         ),
     )
 
@@ -274,6 +279,32 @@ def _idle(window: StepWindow) -> RunFinding | None:
     return RunFinding("idle_rollouts", f"the learner waits {share:.1%} of its time for groups", cause, keys, False)
 
 
+def _no_gradient(window: StepWindow) -> RunFinding | None:
+    """Check that no step trained a token; a few steps prove it only of a run that has ended."""
+    num_groups = window.sum("groups")
+    norms = [value for step in (window.first, *window.steps) for name, value in step.items() if "grad_norm" in name]
+    if not num_groups or any(norm > 0 for norm in norms):
+        return None
+    silent, cut = window.sum("groups_without_signal"), window.mean("episodes_truncated", 0.0)
+    lowest, highest = (
+        min(window.values("reward_min"), default=math.nan),
+        max(window.values("reward_max"), default=math.nan),
+    )
+    rewards = f"every reward was {lowest:g}" if lowest == highest else f"rewards were {lowest:g} to {highest:g}"
+    return RunFinding(
+        "no_gradient",
+        f"none of the last {len(window.steps)} steps had a gradient ({silent:.0f} of {num_groups:.0f} groups without "
+        f"signal, {rewards}, a token limit cut {cut:.0%} of the episodes)",
+        "equal rewards in a group and filters of groups or of cut episodes leave no token to train",
+        ("difficulty_mask", "query_filter_config", "max_len_mask", "zero_variance", *ANSWER_KEYS),
+        window.has(MIN_STEPS),
+    )
+
+
+CAUSES_OF_NO_GRADIENT = (
+    *("not_finite", "overflow", "prompts_too_long"),
+    *("truncated", "constant_reward", "no_signal", "solved"),
+)
 RULES: tuple[Callable[[StepWindow], RunFinding | None], ...] = (
     _not_finite,
     _overflows,
@@ -292,7 +323,9 @@ RULES: tuple[Callable[[StepWindow], RunFinding | None], ...] = (
 
 
 def describe_untrained(findings: Sequence[RunFinding]) -> str:
-    causes = "; ".join(str(finding) for finding in findings if finding.is_warning)
+    """Return the run's error, with those findings that can be its cause."""
+    names = (*CAUSES_OF_NO_GRADIENT, "no_gradient")
+    causes = "; ".join(str(finding) for finding in findings if finding.name in names)
     return f"no token was trained: {causes or 'no step had a gradient'}"
 
 
