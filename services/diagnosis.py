@@ -267,9 +267,9 @@ def _idle(window: StepWindow) -> RunFinding | None:
     if not window.has(MANY_STEPS) or 0.02 <= share <= 0.7 or math.isnan(share):
         return None
     if share > 0.7:
-        cause = "rollouts are the bottleneck: run more episodes at a time, or let them run further ahead"
-        keys = ("train_env_manager.num_env_groups", "rollout.num_workers", "actor_infer.num_replicas", "max_staleness")
-        return RunFinding("idle_learner", f"the learner waits {share:.0%} of its time for groups", cause, keys, False)
+        waits_for, cause, keys = _slowest_source(window)
+        seen = f"the learner waits {share:.0%} of its time for {waits_for}"
+        return RunFinding("idle_learner", seen, cause, keys, False)
     cause = "training is the bottleneck, engines and envs may wait for it: give the learner more compute"
     keys = (
         "actor_train.num_processes",
@@ -277,6 +277,22 @@ def _idle(window: StepWindow) -> RunFinding | None:
         "actor_train.training_args.max_tokens_per_microbatch",
     )
     return RunFinding("idle_rollouts", f"the learner waits {share:.1%} of its time for groups", cause, keys, False)
+
+
+def _slowest_source(window: StepWindow) -> tuple[str, str, tuple[str, ...]]:
+    """Return what the learner waits for, the remedy and the keys."""
+    if window.sum("time/score_wait_s") > 0.5 * window.sum("time/wait_s"):
+        cause = "services of frozen models are the bottleneck: give them more replicas"
+        return "scores", cause, ("teacher", "reference.num_replicas", "max_staleness")
+    if not window.values("reward_max"):  # groups are rows
+        cause = "reading rows, or sampling responses to them, is the bottleneck: add workers or engines"
+        return "groups", cause, ("rollout.num_workers", "actor_infer.num_replicas", "max_staleness")
+    cause = (
+        "rollouts are the bottleneck (`offbeat runs why` names the engine, env or reward): run more episodes at a time, or "
+        "let them run further ahead"
+    )
+    keys = ("train_env_manager.num_env_groups", "rollout.num_workers", "actor_infer.num_replicas", "max_staleness")
+    return "groups", cause, keys
 
 
 def _no_gradient(window: StepWindow) -> RunFinding | None:

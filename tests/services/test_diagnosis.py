@@ -123,6 +123,19 @@ def test_a_run_that_ends_after_few_steps_without_a_gradient_says_what_they_were(
     assert "KL" not in said
 
 
+def test_a_learner_that_waits_is_told_what_for():
+    """Rows have no rewards, and no groups in play."""
+    busy = {"time/wait_s": 0.9, "time/step_s": 1.0, "actor/grad_norm": 1.0, "groups": 8.0}
+    rows = diagnose([busy] * 20)
+    scored = diagnose([busy | {"time/score_wait_s": 0.8}] * 20)
+    episodes = diagnose(steps(time__wait_s=0.9, time__score_wait_s=0.1))
+    assert [finding.name for finding in (*rows, *scored, *episodes)] == ["idle_learner"] * 3
+    assert rows[0].keys[0] == "rollout.num_workers"
+    assert (scored[0].seen, scored[0].keys[0]) == ("the learner waits 90% of its time for scores", "teacher")
+    assert "offbeat runs why" in episodes[0].cause
+    assert episodes[0].keys[0] == "train_env_manager.num_env_groups"
+
+
 def test_one_gradient_of_policy_or_critic_is_training():
     silent = steps(9, actor__grad_norm=0.0)
     assert names(silent) == ["no_gradient"]
