@@ -106,13 +106,13 @@ def test_a_few_steps_prove_nothing(name: str):
         ("solved", {"groups_without_signal": 8.0, "success": 1.0}),
     ],
 )
-def test_steps_without_a_gradient_have_the_rule_that_says_why(name: str, changes: dict[str, float]):
+def test_steps_without_a_gradient_have_the_rule_that_says_why(name: str, changes: dict[str, Any]):
     assert names(steps(actor__grad_norm=0.0, **changes)) == [name]
 
 
 def test_a_run_that_ends_after_few_steps_without_a_gradient_says_what_they_were():
     """ROLL's RLVR file with rows too hard for its policy: answers are cut and masked, a mismatch explains nothing."""
-    untrained = {"actor__grad_norm": 0.0, "actor__mismatch_kl_fresh": 2e-5, "episodes_truncated": 0.75}
+    untrained: dict[str, Any] = {"actor__grad_norm": 0.0, "actor__mismatch_kl_fresh": 2e-5, "episodes_truncated": 0.75}
     found = diagnose(steps(2, groups_without_signal=8.0, reward_max=0.0, **untrained), LIMITS)
     assert [(finding.name, finding.is_warning) for finding in found] == [("mismatch", True), ("no_gradient", False)]
     said = describe_untrained(found)
