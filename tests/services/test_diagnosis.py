@@ -69,7 +69,7 @@ SEEN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("name", "changes"), SEEN.items(), ids=SEEN)
-def test_a_run_that_goes_wrong_has_this_finding_alone(name: str, changes: dict[str, float]):
+def test_a_run_that_goes_wrong_has_this_finding_alone(name: str, changes: dict[str, Any]):
     assert names(steps(**changes)) == [name.split()[0]]
 
 
