@@ -85,7 +85,10 @@ def diagnose(steps: Sequence[Mapping[str, float]], limits: DiagnosisLimits = NO_
     if not steps:
         return []
     window = StepWindow(steps[-WINDOW_STEPS:], steps[0], limits)
-    return [finding for rule in RULES if (finding := rule(window)) is not None]
+    findings = [finding for rule in RULES if (finding := rule(window)) is not None]
+    if not any(finding.name in CAUSES_OF_NO_GRADIENT for finding in findings):
+        findings += [finding for finding in (_no_gradient(window),) if finding is not None]
+    return findings
 
 
 def _not_finite(window: StepWindow) -> RunFinding | None:
@@ -171,7 +174,7 @@ def _no_signal(window: StepWindow) -> RunFinding | None:
     share = window.share("groups_without_signal", "groups")
     if not share >= 0.9 or not window.has(MIN_STEPS) or _constant_reward(window):
         return None
-    seen = f"{share:.0%} of the groups had no signal: all rewards of a group are equal"
+    seen = f"{share:.0%} of the groups had no signal: their rewards are equal, or a filter leaves them out"
     if window.mean("success") >= 0.95:
         return RunFinding(
             "solved", seen, "the task is solved: take harder tasks, or fewer steps", ("max_steps",), False
@@ -186,6 +189,8 @@ def _no_signal(window: StepWindow) -> RunFinding | None:
             "actor_infer.generating_args.temperature",
             "entropy_loss_coef",
             "zero_variance",
+            "difficulty_mask",
+            "query_filter_config",
         ),
     )
 
@@ -266,9 +271,9 @@ def _idle(window: StepWindow) -> RunFinding | None:
     if not window.has(MANY_STEPS) or 0.02 <= share <= 0.7 or math.isnan(share):
         return None
     if share > 0.7:
-        cause = "rollouts are the bottleneck: run more episodes at a time, or let them run further ahead"
-        keys = ("train_env_manager.num_env_groups", "rollout.num_workers", "actor_infer.num_replicas", "max_staleness")
-        return RunFinding("idle_learner", f"the learner waits {share:.0%} of its time for groups", cause, keys, False)
+        waits_for, cause, keys = _slowest_source(window)
+        seen = f"the learner waits {share:.0%} of its time for {waits_for}"
+        return RunFinding("idle_learner", seen, cause, keys, False)
     cause = "training is the bottleneck, engines and envs may wait for it: give the learner more compute"
     keys = (
         "actor_train.num_processes",
@@ -278,6 +283,48 @@ def _idle(window: StepWindow) -> RunFinding | None:
     return RunFinding("idle_rollouts", f"the learner waits {share:.1%} of its time for groups", cause, keys, False)
 
 
+def _slowest_source(window: StepWindow) -> tuple[str, str, tuple[str, ...]]:
+    """Return what the learner waits for, the remedy and the keys."""
+    if window.sum("time/score_wait_s") > 0.5 * window.sum("time/wait_s"):
+        cause = "services of frozen models are the bottleneck: give them more replicas"
+        return "scores", cause, ("teacher", "reference.num_replicas", "max_staleness")
+    if not window.values("reward_max"):  # groups are rows
+        cause = "reading rows, or sampling responses to them, is the bottleneck: add workers or engines"
+        return "groups", cause, ("rollout.num_workers", "actor_infer.num_replicas", "max_staleness")
+    cause = (
+        "rollouts are the bottleneck (`offbeat runs why` names the engine, env or reward): run more episodes at a time, or "
+        "let them run further ahead"
+    )
+    keys = ("train_env_manager.num_env_groups", "rollout.num_workers", "actor_infer.num_replicas", "max_staleness")
+    return "groups", cause, keys
+
+
+def _no_gradient(window: StepWindow) -> RunFinding | None:
+    """Check that no step trained a token; a few steps prove it only of a run that has ended."""
+    num_groups = window.sum("groups")
+    norms = [value for step in (window.first, *window.steps) for name, value in step.items() if "grad_norm" in name]
+    if not num_groups or any(norm > 0 for norm in norms):
+        return None
+    silent, cut = window.sum("groups_without_signal"), window.mean("episodes_truncated", 0.0)
+    lowest, highest = (
+        min(window.values("reward_min"), default=math.nan),
+        max(window.values("reward_max"), default=math.nan),
+    )
+    rewards = f"every reward was {lowest:g}" if lowest == highest else f"rewards were {lowest:g} to {highest:g}"
+    return RunFinding(
+        "no_gradient",
+        f"none of the last {len(window.steps)} steps had a gradient ({silent:.0f} of {num_groups:.0f} groups without "
+        f"signal, {rewards}, a token limit cut {cut:.0%} of the episodes)",
+        "equal rewards in a group and filters of groups or of cut episodes leave no token to train",
+        ("difficulty_mask", "query_filter_config", "max_len_mask", "zero_variance", *ANSWER_KEYS),
+        window.has(MIN_STEPS),
+    )
+
+
+CAUSES_OF_NO_GRADIENT = (
+    *("not_finite", "overflow", "prompts_too_long"),
+    *("truncated", "constant_reward", "no_signal", "solved"),
+)
 RULES: tuple[Callable[[StepWindow], RunFinding | None], ...] = (
     _not_finite,
     _overflows,
@@ -296,7 +343,9 @@ RULES: tuple[Callable[[StepWindow], RunFinding | None], ...] = (
 
 
 def describe_untrained(findings: Sequence[RunFinding]) -> str:
-    causes = "; ".join(str(finding) for finding in findings if finding.is_warning)
+    """Return the run's error, with those findings that can be its cause."""
+    names = (*CAUSES_OF_NO_GRADIENT, "no_gradient")
+    causes = "; ".join(str(finding) for finding in findings if finding.name in names)
     return f"no token was trained: {causes or 'no step had a gradient'}"
 
 

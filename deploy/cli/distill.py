@@ -43,6 +43,7 @@ def prepare_run(config: "RunConfig") -> dict[str, int]:
 
     import torch
     from rich.progress import Progress
+    from transformers.utils.logging import disable_progress_bar
 
     from offbeat.deploy import run_setup
     from offbeat.trainer.config.scored_roles import scored_roles
@@ -55,6 +56,7 @@ def prepare_run(config: "RunConfig") -> dict[str, int]:
     if not roles:
         raise ValueError("no teacher has its scores in files: set teacher.NAME.strategy_args.placement=files")
     torch.set_num_threads(config.actor_train.num_threads)
+    disable_progress_bar()  # of a model's weights, into the bars of the rows
     scored: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as temporary, Progress() as bar:
         folder = Path(temporary) / run_setup.POLICY if config.has_policy_folder else Path(config.pretrain)

@@ -102,20 +102,22 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 def _print(report: "RewardReport", num_slowest: int, threshold: float) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     console = Console()
     is_labelled = any(each.num_labelled for each in report.agreements)
-    columns = ["reward", "rows", "mean", "std", "ms", "max ms"]
+    columns = ["rows", "mean", "std", "ms", "max ms"]
     if is_labelled:
-        columns += ["agreement", "false +", "false -", "rank corr."]
-    table = Table(*columns, box=None, pad_edge=False)
+        columns += ["agreement", "false +/-", "rank corr."]
+    # a narrow terminal folds long names and no number
+    name = Column("reward", overflow="fold", min_width=6)
+    table = Table(name, *(Column(title, no_wrap=True) for title in columns), box=None, pad_edge=False)
     for each in report.agreements:
         cells = [each.name, str(each.num_scored), f"{each.mean:.3f}", f"{each.std:.3f}"]
         cells += [f"{1000 * each.seconds_mean:.1f}", f"{1000 * each.seconds_max:.1f}"]
         if is_labelled:
             agreement, rho = (_format(value) for value in (each.agreement, each.rank_correlation))
-            cells += [agreement, str(each.false_positives), str(each.false_negatives), rho]
+            cells += [agreement, f"{each.false_positives}/{each.false_negatives}", rho]
         table.add_row(*cells)
     console.print(table)
     for reason, count in report.failures.items():

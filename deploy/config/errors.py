@@ -53,9 +53,8 @@ def _issue(
     if details["type"] == "extra_forbidden":
         if reason := find_reason(path):
             return ConfigIssue(path, f"this role has no use for it ({reason}): leave it out")
-        if nearest_of_kind := _nearest_of_kind(model, details["loc"]):
-            near = f"{path.rpartition('.')[0]}.{nearest_of_kind}"
-            return ConfigIssue(path, f"unknown key of this kind; did you mean `{near}`?", near)
+        if (kind := _kind_at(model, details["loc"][:-1])) is not None:
+            return _issue_of_kind(path, kind)
         if issue := _issue_of_roll(path, details["input"]):
             return issue
         nearest = find_aliases(path) or nearest_keys(path, model)
@@ -160,22 +159,37 @@ def _branches(annotation: Any) -> list[type[BaseModel]]:
     return [branch for branch in branches if isinstance(branch, type) and issubclass(branch, BaseModel)]
 
 
-def _nearest_of_kind(model: type[BaseModel], loc: tuple[str | int, ...]) -> str | None:
-    """Return the key similar to an unknown one, in an entry of known kind."""
+def _kind_at(model: type[BaseModel], loc: tuple[str | int, ...]) -> type[BaseModel] | None:
+    """Return the model of the entry at `loc` if the entry's kind determines it."""
     current: Any = model
-    for part in loc[:-1]:
+    is_of_kind = False
+    for part in loc:
         current = _without_none(current)
+        is_of_kind = False
         if isinstance(current, type) and issubclass(current, BaseModel):
             current = current.model_fields[str(part)].annotation if str(part) in current.model_fields else None
         elif get_origin(current) in (tuple, list):
             current = get_args(current)[0]
         else:
             current = _model_of_kind(current, part)
-            if current is not None and part == loc[-2]:
-                leaf = str(loc[-1]).lower()
-                names = current.model_fields
-                return max(names, key=lambda name: SequenceMatcher(None, leaf, name.lower()).ratio())
-    return None
+            is_of_kind = current is not None
+    return current if is_of_kind else None
+
+
+def _issue_of_kind(path: str, kind: type[BaseModel]) -> ConfigIssue:
+    """Name the similar key, else the keys that the kind alone has and those of every kind."""
+    parent, _, leaf = path.rpartition(".")
+
+    def similarity(name: str) -> float:
+        return SequenceMatcher(None, leaf.lower(), name.lower()).ratio()
+
+    nearest = max(kind.model_fields, key=similarity)
+    if similarity(nearest) >= MIN_SIMILARITY:
+        near = f"{parent}.{nearest}"
+        return ConfigIssue(path, f"unknown key of this kind; did you mean `{near}`?", near)
+    own = {name: True for base in kind.__mro__[:-1] for name in vars(base).get("__annotations__", {})}
+    names = ", ".join(f"`{name}`" for name in own if name in kind.model_fields and name != "kind")
+    return ConfigIssue(path, f"unknown key of this kind; its keys are {names}")
 
 
 def _without_none(annotation: Any) -> Any:

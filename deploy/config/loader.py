@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from offbeat.deploy.config.checks.data import DATA_KEYS, steps_of_epochs
+from offbeat.deploy.config.checks.data import DATA_KEYS, check_epochs, steps_of_epochs
 from offbeat.deploy.config.checks.devices import local_node
 from offbeat.deploy.config.checks.run import check_run
 from offbeat.deploy.config.defaults import recompute_cut_logprobs
@@ -128,14 +128,11 @@ def _validate_models(tree: dict[str, Any], resolve: Callable[[str], str], source
     if issues:
         raise ConfigError(issues, source)
     config = config if resolved == tree else validate_tree(resolved, source)
+    if (issue := check_epochs(config)) is not None:
+        raise ConfigError([issue], source)
     steps = steps_of_epochs(config)
     if steps is None or steps == config.max_steps:
         return config
-    if "max_steps" in config.model_fields_set:
-        message = (
-            f"{config.max_steps} disagrees with data.num_train_epochs, which implies {steps}: leave one of them out"
-        )
-        raise ConfigError([ConfigIssue("max_steps", message)], source)
     return validate_tree({**resolved, "max_steps": steps}, source)
 
 

@@ -25,8 +25,9 @@ def collect_words(config: RunConfig) -> tuple[str, ...]:
 
 
 def _words(config: RunConfig) -> Iterator[str]:
-    if config.pipeline == "distill":
-        yield from _words_of_teachers(config)
+    if config.pipeline == "distill" and (taught := tuple(_words_of_teachers(config))):
+        yield from taught  # and no other: distributions are compared by token id
+        return
     yield from _words_of_data(config)
     for env in config.custom_envs.values():
         factory = registry.find_factory(env.env_type)
@@ -49,13 +50,18 @@ def _words(config: RunConfig) -> Iterator[str]:
 def _words_of_teachers(config: RunConfig) -> Iterator[str]:
     """Yield tiny teachers' words in the order of their ids, which the policy needs."""
     for teacher in config.teacher.values():
-        path = Path(teacher.model_args.model_name_or_path) / "tokenizer.json"
-        if not path.is_file():
-            continue
-        model = json.loads(path.read_text())["model"]
-        if model["type"] == "WordLevel":
-            words = sorted(model["vocab"], key=model["vocab"].__getitem__)
-            yield from (word for word in words if word not in SPECIAL_TOKENS)
+        vocabulary = read_tiny_vocabulary(Path(teacher.model_args.model_name_or_path))
+        words = sorted(vocabulary, key=vocabulary.__getitem__)
+        yield from (word for word in words if word not in SPECIAL_TOKENS)
+
+
+def read_tiny_vocabulary(folder: Path) -> dict[str, int]:
+    """Return the token ids of a tiny policy's tokenizer; empty for another one."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return {}
+    model = json.loads(path.read_text())["model"]
+    return model["vocab"] if model["type"] == "WordLevel" else {}
 
 
 def _words_of_data(config: RunConfig) -> Iterator[str]:

@@ -78,6 +78,21 @@ def test_the_table(files: tuple[Path, Path]):
     assert f"different sides of 0.5: {data}:3" in output
 
 
+def test_the_table_of_a_narrow_terminal_folds_names_alone(
+    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = tmp_path / "long.yaml"
+    name = "whether-the-answer-is-in-a-box"
+    config.write_text(yaml.safe_dump({"rewards": [{**FORMAT, "name": name}]}))
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = run(config, files[1]).splitlines()
+    titles = ["reward", "rows", "mean", "std", "ms", "max", "ms", "agreement", "false", "+/-", "rank", "corr."]
+    assert lines[0].split() == titles
+    score = next(row for row in range(len(lines)) if lines[row].startswith("score"))
+    assert "".join(line.split()[0] for line in lines[1:score]) == name
+    assert lines[score].split()[-3:-1] == ["0.250", "0/3"]
+
+
 def test_overrides_limits_and_other_columns(files: tuple[Path, Path], tmp_path: Path):
     config, _ = files
     data = tmp_path / "other.jsonl"
@@ -101,6 +116,10 @@ def test_overrides_limits_and_other_columns(files: tuple[Path, Path], tmp_path: 
         (
             [{**MATH, "pattern": "a"}],
             "rewards.0.pattern: unknown key of this kind; did you mean `rewards.0.answer_pattern`?",
+        ),
+        (
+            [{"name": "boxes", "kind": "detection", "value": "iou"}],
+            "rewards.0.value: unknown key of this kind; its keys are `metric`, `max_boxes`, `name`, `weight`,",
         ),
         ([{**FORMAT, "weight": "a"}], "rewards.0.weight: expected a number, got 'a' (a string)"),
         ([], "rewards: name at least one"),

@@ -62,6 +62,7 @@ SEEN: dict[str, dict[str, Any]] = {
     "mismatch": {"actor__mismatch_kl_fresh": 1e-5},
     "clipped": {"actor__grad_norm": 11.0},
     "no_effect": {"actor__mismatch_kl": 1e-10},
+    "no_gradient": {"actor__grad_norm": 0.0, "episodes_truncated": 0.4},
     "stale": {"groups_dropped__stale": 4.0},
     "idle_learner": {"time__wait_s": 0.8},
     "idle_rollouts": {"time__wait_s": 0.001},
@@ -69,7 +70,7 @@ SEEN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("name", "changes"), SEEN.items(), ids=SEEN)
-def test_a_run_that_goes_wrong_has_this_finding_alone(name: str, changes: dict[str, float]):
+def test_a_run_that_goes_wrong_has_this_finding_alone(name: str, changes: dict[str, Any]):
     assert names(steps(**changes)) == [name.split()[0]]
 
 
@@ -79,7 +80,9 @@ def test_steps_that_find_the_loss_scale_are_no_finding():
 
 
 def test_every_rule_is_covered():
-    assert len(SEEN) == len(RULES) + 2  # one twice; entropy collapse below; two of no signal, two of idleness
+    assert (
+        len(SEEN) == len(RULES) + 3
+    )  # one twice; entropy collapse below; two of no signal, two of idleness; no gradient
 
 
 def test_a_healthy_run_has_no_findings():
@@ -91,6 +94,54 @@ def test_a_healthy_run_has_no_findings():
 @pytest.mark.parametrize("name", ["truncated", "constant_reward", "no_signal", "stale", "clipped", "no_effect"])
 def test_a_few_steps_prove_nothing(name: str):
     assert name not in names(steps(4, **SEEN[name]))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("not_finite", {"actor__skipped_steps": 1.0}),
+        ("overflow", {"actor__skipped_steps": 1.0, "actor__overflow_steps": 1.0}),
+        ("prompts_too_long", {"episodes_without_tokens": 1.0}),
+        ("constant_reward", {"reward_max": 0.0}),
+        ("no_signal", {"groups_without_signal": 8.0}),
+        ("solved", {"groups_without_signal": 8.0, "success": 1.0}),
+    ],
+)
+def test_steps_without_a_gradient_have_the_rule_that_says_why(name: str, changes: dict[str, Any]):
+    assert names(steps(actor__grad_norm=0.0, **changes)) == [name]
+
+
+def test_a_run_that_ends_after_few_steps_without_a_gradient_says_what_they_were():
+    """ROLL's RLVR file with rows too hard for its policy: answers are cut and masked, a mismatch explains nothing."""
+    untrained: dict[str, Any] = {"actor__grad_norm": 0.0, "actor__mismatch_kl_fresh": 2e-5, "episodes_truncated": 0.75}
+    found = diagnose(steps(2, groups_without_signal=8.0, reward_max=0.0, **untrained), LIMITS)
+    assert [(finding.name, finding.is_warning) for finding in found] == [("mismatch", True), ("no_gradient", False)]
+    said = describe_untrained(found)
+    assert said.startswith(
+        "no token was trained: none of the last 2 steps had a gradient (16 of 16 groups without signal"
+    )
+    assert "every reward was 0, a token limit cut 75% of the episodes" in said
+    assert "KL" not in said
+
+
+def test_a_learner_that_waits_is_told_what_for():
+    """Rows have no rewards, and no groups in play."""
+    busy = {"time/wait_s": 0.9, "time/step_s": 1.0, "actor/grad_norm": 1.0, "groups": 8.0}
+    rows = diagnose([busy] * 20)
+    scored = diagnose([busy | {"time/score_wait_s": 0.8}] * 20)
+    episodes = diagnose(steps(time__wait_s=0.9, time__score_wait_s=0.1))
+    assert [finding.name for finding in (*rows, *scored, *episodes)] == ["idle_learner"] * 3
+    assert rows[0].keys[0] == "rollout.num_workers"
+    assert (scored[0].seen, scored[0].keys[0]) == ("the learner waits 90% of its time for scores", "teacher")
+    assert "offbeat runs why" in episodes[0].cause
+    assert episodes[0].keys[0] == "train_env_manager.num_env_groups"
+
+
+def test_one_gradient_of_policy_or_critic_is_training():
+    silent = steps(9, actor__grad_norm=0.0)
+    assert names(silent) == ["no_gradient"]
+    assert names(steps(1) + silent) == []
+    assert names([*silent, HEALTHY | {"actor/grad_norm": 0.0, "critic/grad_norm": 0.1}]) == []
 
 
 @pytest.mark.parametrize("name", ["not_finite", "prompts_too_long", "mismatch"])

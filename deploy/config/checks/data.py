@@ -58,6 +58,17 @@ def steps_of_epochs(config: RunConfig) -> int | None:
     return max(1, math.ceil(data.num_train_epochs * num_rows / config.groups_per_step))
 
 
+def check_epochs(config: RunConfig) -> ConfigIssue | None:
+    """Return the issue of a `max_steps` that is set beside epochs of another number of steps."""
+    steps = steps_of_epochs(config)
+    if steps is None or steps == config.max_steps or "max_steps" not in config.model_fields_set:
+        return None
+    return ConfigIssue(
+        "max_steps",
+        f"{config.max_steps} disagrees with data.num_train_epochs, which implies {steps}: leave one of them out",
+    )
+
+
 def check_online(config: RunConfig) -> Iterator[ConfigIssue]:
     """Yield keys without effect on pairs from the policy's own groups."""
     if config.pipeline != "online_dpo":

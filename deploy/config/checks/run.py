@@ -26,7 +26,7 @@ from offbeat.deploy.config.checks.resume import check_resume
 from offbeat.deploy.config.checks.rewards import check_rewards, check_rlvr
 from offbeat.deploy.config.checks.sampling import check_sampling
 from offbeat.deploy.config.checks.sglang import check_sglang
-from offbeat.deploy.config.checks.teachers import check_teachers
+from offbeat.deploy.config.checks.teachers import check_teachers, check_tokenizers
 from offbeat.deploy.config.checks.unused import check_unused
 from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.run import RunConfig
@@ -107,6 +107,7 @@ def _check_static(
         *check_data(config),
         *check_online(config),
         *check_teachers(config),
+        *check_tokenizers(config),
         *check_rlvr(config),
         *check_devices(config, nodes),
         *_check_model(config),

@@ -1,10 +1,13 @@
-"""Checks of frozen models that vLLM computes."""
+"""Checks of frozen models that vLLM computes, and of their tokenizers."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from offbeat.deploy.config.checks.model import has_vision
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.config.vocabulary import read_tiny_vocabulary
 from offbeat.trainer.config.issue import ConfigIssue
+from offbeat.trainer.models.tokenizer_check import check_same_tokens
 
 
 def check_teachers(config: RunConfig) -> Iterator[ConfigIssue]:
@@ -24,3 +27,22 @@ def check_teachers(config: RunConfig) -> Iterator[ConfigIssue]:
         message = next((text for applies, text in reasons if applies), None)
         if message is not None:
             yield ConfigIssue(f"{name}.strategy_args.strategy_name", f"{message}; or take hf_infer")
+
+
+def check_tokenizers(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield teachers whose tokens are not the policy's."""
+    for name, teacher in config.teacher.items():
+        path, folder = f"teacher.{name}.model_args.model_name_or_path", Path(teacher.model_args.model_name_or_path)
+        if not (folder / "tokenizer.json").is_file():
+            continue  # reported where the folder is read
+        if (Path(config.pretrain) / "tokenizer.json").is_file():
+            try:
+                check_same_tokens(Path(config.pretrain), folder, path)
+            except ValueError as error:
+                yield ConfigIssue(path, str(error).removeprefix(f"{path}: "))
+        elif config.pretrain == "tiny" and config.pipeline == "distill" and not read_tiny_vocabulary(folder):
+            yield ConfigIssue(
+                path,
+                f"{folder} has not the tokenizer of a tiny policy: set pretrain to a model of the teacher's family, or "
+                "take a teacher that was a tiny policy",
+            )

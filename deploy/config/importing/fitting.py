@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from offbeat.deploy.config.checks.data import check_epochs
 from offbeat.deploy.config.checks.run import check_run
 from offbeat.deploy.config.checks.unused import check_unused
 from offbeat.deploy.config.devices import choose_devices, count_gpus
@@ -72,7 +73,8 @@ def _report(reports: list[KeyReport], path: KeyPath, issue: ConfigIssue) -> list
 def check_imported(tree: Tree) -> list[ConfigIssue]:
     """Return issues of `offbeat config validate` on this machine, without the hub."""
     config = choose_devices(RunConfig.model_validate_json(json.dumps(tree)), count_gpus())
-    issues = check_run(config, trial=False)
+    epochs = check_epochs(config)
+    issues = [*check_run(config, trial=False), *([] if epochs is None else [epochs])]
     found = (each for pattern in MODEL_KEYS for each in find_keys(tree, pattern))
     names = {".".join(path): table[path[-1]] for path, table in found}
     return [

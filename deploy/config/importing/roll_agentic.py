@@ -5,7 +5,7 @@ from typing import Any
 
 from offbeat.deploy.config.importing.report import Outcome
 from offbeat.deploy.config.importing.roll_roles import WITH_IMAGE
-from offbeat.deploy.config.importing.roll_run import estimator_default
+from offbeat.deploy.config.importing.roll_run import STEPS_DEFAULT, estimator_default
 from offbeat.deploy.config.importing.rules import Key, Rule, Tree, get, get_table, missing, no_effect, rename, same
 from offbeat.envs.registry import BUILT_IN, setting_names
 
@@ -199,6 +199,7 @@ def agentic_defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
     """Yield ROLL's key, ours and ROLL's default, if it differs."""
     if "actor_train" not in tree and "actor_infer" not in tree:
         return
+    yield STEPS_DEFAULT
     yield "", "old_logprobs", "recompute"
     yield "async_generation_ratio", "max_staleness", 0
     yield estimator_default(tree)

@@ -5,6 +5,7 @@ from typing import Any
 
 from offbeat.deploy.config.importing.report import Outcome
 from offbeat.deploy.config.importing.roll_roles import num_devices, num_shards, template_outcome
+from offbeat.deploy.config.importing.roll_run import STEPS_DEFAULT
 from offbeat.deploy.config.importing.rules import (
     Key,
     Rule,
@@ -30,7 +31,6 @@ DATA: tuple[tuple[str, Rule], ...] = (
     ("*.data_args.**", missing("rows are read from columns alone (docs/pipelines.md)")),
     ("validation.**", missing("evaluation is that of training, on data.val_dataset_name")),
     ("global_template", template_outcome),
-    ("actor_train.training_args.num_train_epochs", rename("data.num_train_epochs")),
     ("val_batch_size|rollout_batch_size|prompt_length|response_length", no_effect("of other pipelines")),
 )  # fmt: skip
 
@@ -60,9 +60,16 @@ def batch_rules(per_row: int) -> tuple[tuple[str, Rule], ...]:
     )
 
 
+EPOCHS: tuple[tuple[str, Rule], ...] = (
+    ("actor_train.training_args.num_train_epochs", rename("data.num_train_epochs")),
+    ("max_steps", no_effect("num_train_epochs counts")),
+)
 DPO: tuple[tuple[str, Rule], ...] = (
     *batch_rules(2),
     *DATA,
+    ("actor_train.training_args.num_train_epochs", missing(
+        "ROLL ends after these epochs if they are fewer than max_steps: then set data.num_train_epochs in its place"
+    )),
     ("ipo", become("dpo.loss_type", lambda value: "ipo" if value else "sigmoid", "which ROLL never passes on to its loss")),
     ("beta", rename("dpo.beta", "which ROLL never passes on to its loss: 0.1 there")),
     ("label_smoothing", rename("dpo.label_smoothing", "which ROLL never passes on to its loss: 0 there")),
@@ -82,8 +89,8 @@ def _column(key: Key) -> Outcome | None:
 SFT: tuple[tuple[str, Rule], ...] = (
     *batch_rules(1),
     *DATA,
+    *EPOCHS,
     ("system_key|prompt_key|query_key|response_key", _column),
-    ("max_steps", no_effect("num_train_epochs counts")),
 )
 
 
@@ -99,3 +106,4 @@ def sft_defaults(_tree: Tree) -> Iterator[tuple[str, str, Any]]:
 def dpo_defaults(_tree: Tree) -> Iterator[tuple[str, str, Any]]:
     yield "", "data.prompt_key", "instruction"
     yield "", "pipeline", "dpo"
+    yield STEPS_DEFAULT

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from offbeat.deploy.config.importing.report import Outcome
-from offbeat.deploy.config.importing.roll_data import DATA, batch_rules
-from offbeat.deploy.config.importing.rules import Key, Rule, Tree, get, missing, no_effect, rename, same
+from offbeat.deploy.config.importing.roll_data import DATA, EPOCHS, batch_rules
+from offbeat.deploy.config.importing.rules import Key, Rule, Tree, missing, rename, same
 
 TEACHER = "teacher.teacher.model_args.model_name_or_path"
 
@@ -29,17 +29,15 @@ DISTILL: tuple[tuple[str, Rule], ...] = (
     ("question_key", rename("data.prompt_key")),
     ("answer_key", rename("data.response_key")),
     ("max_grad_norm", _clip),
-    ("max_steps", no_effect("num_train_epochs counts")),
-    ("actor_train.training_args.max_steps", rename("max_steps")),
     ("teacher.teacher.data_args.**", same("as the student's")),
     *DATA,
+    *EPOCHS,
 )  # fmt: skip
 
 
-def distill_defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
+def distill_defaults(_tree: Tree) -> Iterator[tuple[str, str, Any]]:
     """Yield ROLL's key, ours and ROLL's default, if it differs."""
     yield "", "pipeline", "distill"
     yield "question_key", "data.prompt_key", "question"
     yield "answer_key", "data.response_key", "answer"
-    if get(tree, "actor_train.training_args.max_steps") is None:
-        yield "actor_train.training_args.num_train_epochs", "data.num_train_epochs", 1
+    yield "actor_train.training_args.num_train_epochs", "data.num_train_epochs", 1

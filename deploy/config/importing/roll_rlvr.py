@@ -6,7 +6,7 @@ from typing import Any
 
 from offbeat.deploy.config.importing.report import Outcome
 from offbeat.deploy.config.importing.roll_roles import engine_argument, template_outcome
-from offbeat.deploy.config.importing.roll_run import estimator_default
+from offbeat.deploy.config.importing.roll_run import STEPS_DEFAULT, estimator_default
 from offbeat.deploy.config.importing.rules import (
     Key,
     Rule,
@@ -147,6 +147,7 @@ REWARDS: tuple[tuple[str, Rule], ...] = (
     ("rewards.*.judge_model_type", missing("a service with OpenAI's API (`vllm serve`): set url")),
     ("rewards.*.judge_api_key", missing("keys are read from the environment, not from files")),
     ("rewards.*.name", no_effect("the domain names it")),
+    ("rewards.*.judge_prompt", missing("one of ROLL's prompts: write yours in `template`, or use the verdict's own")),
     ("rewards.**", missing(IN_WORKERS)),
     ("reward_model.model_args.model_name_or_path", no_effect("ROLL's judge names its model itself")),
     ("reward_model.**", _shared_judge),
@@ -245,7 +246,8 @@ RLVR: tuple[tuple[str, Rule], ...] = (
     ("*.data_args.preprocessing_num_workers", missing("rows are read as they are needed")),
     ("*.data_args.image_folder", missing("paths of images are relative to the dataset's folder")),
     ("*.data_args.video_folder|audio_folder", missing("rows hold texts and images")),
-    ("validation.data_args.template", same("as actor_train")),
+    ("validation|actor_infer.data_args.template", same("as actor_train")),
+    ("*.data_args.interleave_probs", no_effect("ROLL never reads it")),
     ("actor_train.data_args.template", template_outcome),
     ("*.data_args.**", missing("rows hold texts and images, whose size is that of the model's preprocessing")),
     ("validation.generating_args.num_beams|do_sample", same("answers are sampled", 1, True)),
@@ -261,6 +263,7 @@ RLVR: tuple[tuple[str, Rule], ...] = (
 def rlvr_defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
     """Yield ROLL's key, ours and ROLL's default, if it differs."""
     yield "", "pipeline", "rlvr"
+    yield STEPS_DEFAULT
     yield "", "old_logprobs", "recompute"
     prompts, additional = _num_prompts(tree), _num_additional(tree)
     yield "async_generation_ratio", "max_staleness", additional / prompts

@@ -206,6 +206,7 @@ TRAINING: tuple[tuple[str, Rule], ...] = (
     ("*.model_args.ulysses_size", missing("a sequence is on one device: bound max_tokens_per_microbatch")),
     ("actor_train.worker_cls", no_effect("pg_variant selects the loss")),
     ("*.training_args.num_train_epochs", no_effect("max_steps counts")),
+    ("*.training_args.max_steps", no_effect("ROLL overwrites it")),
     ("*.training_args.bf16|fp16", missing("set model_args.dtype: bfloat16 or float16")),
     ("*.training_args.save_hf_model", same("every checkpoint has the model's Hugging Face folder")),
 )  # fmt: skip

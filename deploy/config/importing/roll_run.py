@@ -182,12 +182,14 @@ def estimator_default(tree: Tree) -> tuple[str, str, Any]:
     return ("", "adv_estimator", "opd") if is_distillation(tree) else ("adv_estimator", "adv_estimator", "gae")
 
 
+STEPS_DEFAULT = ("max_steps", "max_steps", 500)
+"""Of pipelines whose length epochs do not determine."""
+
+
 def defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
     """Yield ROLL's key, ours and ROLL's default, if it differs."""
     if "actor_train" not in tree and "actor_infer" not in tree:
         return
-    if get(tree, "prompt_key") is None:
-        yield "max_steps", "max_steps", 500
     yield "save_steps", "save_steps", 50
     args = "actor_train.training_args"
     yield f"{args}.learning_rate", f"{args}.learning_rate", 5e-5

@@ -14,8 +14,10 @@ from offbeat.envs.frozen_lake.env import WORDS
 from offbeat.envs.frozen_lake.rows import conversations, pairs, write_rows
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.models.tiny import ROLES, write_tiny_policy
+from offbeat.trainer.models.tokenizer_check import check_same_tokens
 from tests.paths import CONFIGS
 from tests.pretrained import FORGETTING, write_llama
+from tests.qwen2 import write_qwen2
 
 TEACHERS_WORDS = ("taught", *WORDS)
 LORA = "actor_train.model_args.lora_target"
@@ -198,8 +200,29 @@ def test_only_a_teachers_distributions_are_vllms():
 
 def test_a_tiny_policy_takes_its_teachers_token_ids(tmp_path: Path):
     words = collect_words(load(tmp_path, "distill"))
-    assert words[len(ROLES) : len(ROLES) + len(TEACHERS_WORDS)] == TEACHERS_WORDS
-    assert words[: len(ROLES)] == ROLES
+    assert words == (*ROLES, *TEACHERS_WORDS)
+
+
+def test_words_that_a_tiny_teacher_does_not_know_are_none_of_its_students(tmp_path: Path):
+    """Rows of another text than the teacher's: both read the same tokens, as they must."""
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": "two and 59", "response": "sixty-one"}] * 20)
+    write_rows(tmp_path / "val.jsonl", [{"prompt": "two", "response": "and"}] * 4)
+    words = collect_words(load(tmp_path, "distill"))
+    assert words == (*ROLES, *TEACHERS_WORDS)
+    write_tiny_policy(tmp_path / "student", TinyPolicyConfig(num_hidden_layers=1), words)
+    check_same_tokens(tmp_path / "student", tmp_path / "teacher", "teacher.lake")
+
+
+def test_a_teacher_with_other_tokens_than_the_policy_is_refused_before_the_start(tmp_path: Path):
+    path = "teacher.lake.model_args.model_name_or_path"
+    write_tiny_policy(tmp_path / "student", TinyPolicyConfig(), (*TEACHERS_WORDS, "more"))
+    issues = refused(tmp_path, "distill", f"pretrain={tmp_path / 'student'}", "tiny.num_hidden_layers=4")
+    assert "has another tokenizer than the policy: 'more' is token None" in issues[path]
+    write_qwen2(tmp_path / "qwen", ["two and two"])
+    assert (
+        "set pretrain to a model of the teacher's family"
+        in refused(tmp_path, "distill", f"{path}={tmp_path / 'qwen'}")[path]
+    )
 
 
 def test_a_reference_needs_a_loss_that_has_one(tmp_path: Path):

@@ -11,7 +11,9 @@ from offbeat.deploy.config.importing.fitting import check_imported
 from offbeat.deploy.config.importing.report import KeyReport
 from offbeat.deploy.config.importing.roll import import_roll, translate_roll
 from offbeat.deploy.config.importing.trial import make_trial
-from offbeat.deploy.config.loader import validate_tree
+from offbeat.deploy.config.loader import load_run, validate_tree
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
+from offbeat.trainer.models.tiny import write_tiny_policy
 
 FILES = Path(__file__).parent / "roll"
 DPO = FILES / "dpo" / "qwen2.5-3B_dpo_megatron.yaml"
@@ -19,6 +21,7 @@ SFT = FILES / "sft" / "sft_config.yaml"
 RLVR = FILES / "rlvr" / "rlvr_config.yaml"
 DISTILL = FILES / "distill" / "distill_megatron.yaml"
 PAIR = {"instruction": "walk", "chosen": "right", "rejected": "left"}
+QUESTION = {"question_zh": "walk", "answer_zh": "right"}
 ANSWER = {"instruction": "walk", "input": "", "output": "right"}
 
 
@@ -43,11 +46,43 @@ def test_preferences_have_rolls_batch_and_loss():
     assert config.rollout_batch_size == 2 * 16 * 8  # pairs of two on 8 devices
     assert (config.dpo.loss_type, config.dpo.beta, config.max_steps) == ("sigmoid", 0.1, 500)
     assert config.data is not None
-    assert (config.data.prompt_key, config.data.chosen_key, config.data.num_train_epochs) == (
-        "instruction",
-        "chosen",
-        10,
-    )
+    assert (config.data.prompt_key, config.data.chosen_key) == ("instruction", "chosen")
+
+
+@pytest.mark.parametrize(
+    ("file", "row", "omitted", "steps"),
+    [(DPO, PAIR, "", 500), (SFT, ANSWER, "", 2), (SFT, ANSWER, "prompt_key", 2), (DISTILL, QUESTION, "", 2)],
+)
+def test_a_file_with_its_rows_has_rolls_number_of_steps(
+    file: Path, row: dict[str, str], omitted: str, steps: int, tmp_path: Path
+):
+    """Epochs count, whatever `max_steps` is, but for preferences, which end after the fewer steps."""
+    source = yaml.safe_load(file.read_text())
+    source.pop(omitted, None)
+    source["max_steps"] = source.get("max_steps", 77)
+    role = next(name for name in ("student", "sft_train", "actor_train") if name in source)
+    source[role]["training_args"]["max_steps"] = 78
+    (tmp_path / file.name).write_text(yaml.safe_dump(source))
+    tree = make_trial(import_roll(tmp_path / file.name).tree)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for _ in range(64)))
+    tree["data"] |= {"dataset_name": str(rows), "val_dataset_name": str(rows)}
+    tree["output_dir"] = str(tmp_path / "run")
+    if "teacher" in tree:
+        write_tiny_policy(tmp_path / "teacher", TinyPolicyConfig(num_hidden_layers=1), list(row.values()))
+        tree["teacher"]["teacher"]["model_args"]["model_name_or_path"] = str(tmp_path / "teacher")
+    assert check_imported(tree) == []
+    path = tmp_path / "imported.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    assert load_run(path).max_steps == steps
+    tree["data"]["num_train_epochs"], tree["max_steps"] = 1, 7
+    assert [issue.path for issue in check_imported(tree)] == ["max_steps"]
+
+
+def test_epochs_of_preferences_are_named_with_what_to_set():
+    report = by_key(list(import_roll(DPO).keys))["actor_train.training_args.num_train_epochs"]
+    assert report.outcome.status == "no counterpart"
+    assert "set data.num_train_epochs in its place" in report.outcome.note
 
 
 def test_fine_tuning_has_rolls_batch_and_columns():
@@ -85,6 +120,9 @@ def test_domains_become_tags_with_a_reward():
     assert tree["data"]["tag_included"]["math_rule"] == ["deepmath_103k", "aime"]
     assert tree["data"]["domain_interleave_probs"]["math_rule"] == 0.4
     found = by_key(reports)
+    assert "`template`" in found["rewards.llm_judge.judge_prompt"].outcome.note
+    assert found["actor_infer.data_args.template"].outcome.status == "same"
+    assert found["actor_train.data_args.interleave_probs"].outcome.status == "no effect"
     assert found["rewards.ifeval.reward_type"].outcome.status == "no effect"
     assert "code_KodCode" in tree["data"]["dataset_name"]
     assert "llm_judge_Multi" in found["actor_train.data_args.file_name"].outcome.note
