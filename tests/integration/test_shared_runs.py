@@ -142,15 +142,15 @@ def generation_of(cluster: RayCluster, run_id: str) -> str:
 
 
 def test_two_runs_share_an_application_and_record_their_own_versions_logprobs(cluster: RayCluster) -> None:
-    """A run that does not fit is refused; the replica is killed, one run is stopped and resumed, and the other one goes on."""
+    """What does not fit is refused; the replica is killed, one run is stopped and resumed, and the other one goes on."""
     cluster.start(num_cpus=3)
     deploy(cluster)
     assert post(cluster, document("one", app="null")) == (201, "")
-    assert post(cluster, document("two", rank=2, target="q_proj,v_proj")) == (201, "")
+    assert post(cluster, document("two", rank=2, target="'q_proj,v_proj'")) == (201, "")
     assert generation_of(cluster, "one") in ("", f"application {APP}, with two")
 
-    full = document("three", target="null", rank=4).replace(
-        "strategy_config: {max_lora_rank: 4}", "strategy_config: {}"
+    full = (
+        document("three").replace("{lora_target: all-linear, lora_rank: 4}", "{}").replace("{max_lora_rank: 4}", "{}")
     )
     for text, status, reason in (
         (document("three"), 409, "has 2 adapter slots, all in use by run 'one'"),
