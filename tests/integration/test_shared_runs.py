@@ -42,7 +42,7 @@ class Talk(gymnasium.Env):
         return WORDS[int(self.np_random.integers(len(WORDS)))], {}
 
     def step(self, action):
-        time.sleep(0.0 if FAST.exists() else 1.0)
+        time.sleep(0.0 if FAST.exists() else 3.0)
         return "it", len(action) % 5 / 4, True, False, {"success": False}
 '''
 RUN = """
@@ -72,7 +72,7 @@ actor_infer:
   strategy_args: {{strategy_config: {{max_lora_rank: {max_rank}}}}}
 rollout: {{num_workers: 1, cpus_per_worker: 0.5}}
 """
-STEPS = {"one": 24, "two": 30}
+STEPS = {"one": 20, "two": 45}
 
 
 def document(name: str, **changes: Any) -> str:
@@ -149,6 +149,8 @@ def test_two_runs_share_an_application_and_record_their_own_versions_logprobs(cl
     assert post(cluster, document("two", rank=2, target="'q_proj,v_proj'")) == (201, "")
     assert generation_of(cluster, "one") in ("", f"application {APP}, with two")
 
+    for name in STEPS:  # until both have started
+        assert cluster.api.post(f"/runs/{name}/pause").status_code == httpx.codes.ACCEPTED
     full = (
         document("three").replace("{lora_target: all-linear, lora_rank: 4}", "{}").replace("{max_lora_rank: 4}", "{}")
     )
@@ -162,6 +164,9 @@ def test_two_runs_share_an_application_and_record_their_own_versions_logprobs(cl
         assert answer[0] == status, answer
         assert reason in answer[1]
 
+    for name in STEPS:
+        wait_until_sync(lambda name=name: cluster.run(name).get("state") == "paused", timeout_s=300, every_s=0.5)
+        assert cluster.api.post(f"/runs/{name}/resume").status_code == httpx.codes.ACCEPTED
     wait_for_steps(cluster, one=2, two=2)
     assert generation_of(cluster, "two") == f"application {APP}, with one"
     (engine,) = cluster.living("ServeReplica:generation")

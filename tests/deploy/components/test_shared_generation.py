@@ -95,9 +95,9 @@ async def test_a_run_whose_weights_the_engines_refuse_is_broken(redis: Redis):
         await runs[run_id].ensure()
     refusal = ReplicaLoad(refused="the weights differ")
     for version, at in ((-1, 0.0), (4, time.time() + 60)):
-        redis.hset(RunKeys("two").served, "r", encode_report(ReplicaReport(version, at, refusal)))
+        redis.hset(RunKeys("two").served, "r", encode_report(ReplicaReport(version, at, refusal)).decode())
         assert (await runs["two"].observe()).health is Health.READY
-    redis.hset(RunKeys("two").served, "r", encode_report(ReplicaReport(-1, time.time() + 60, refusal)))
+    redis.hset(RunKeys("two").served, "r", encode_report(ReplicaReport(-1, time.time() + 60, refusal)).decode())
     observation = await runs["two"].observe()
     assert (observation.health, (await runs["one"].observe()).health) == (Health.BROKEN, Health.READY)
     assert observation.detail == "application engines refuses the run's weights: the weights differ"
