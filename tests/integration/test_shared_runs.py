@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from offbeat.deploy.config.loader import read_document
 from offbeat.services.control.client import VALIDATION_TIMEOUT_S
+from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.training.batch_log import BatchLog
 from tests.integration.ray_cluster import RayCluster
 from tests.integration.test_recorded_logprobs import compare_run, logprobs, versioned_turns
@@ -192,17 +194,24 @@ def test_two_runs_share_an_application_and_record_their_own_versions_logprobs(cl
     folders = {name: cluster.folder / "runs" / name for name in STEPS}
     for name, steps in STEPS.items():
         assert "PROVEN: every group" in cluster.offbeat("audit", name)
-        config = read_document(document(name), working_dir=cluster.folder)
+        config = read_document((folders[name] / "config.yaml").read_text(), working_dir=cluster.folder)
+        save_first_version(folders[name])
         compared = compare_run(folders[name], config, steps)
-        assert compared.tokens > 100 * steps / 2
+        assert compared.tokens > 20 * steps
         assert len(compared.versions) > steps / 2
     assert differs_from(folders["one"], folders["two"], STEPS["one"], cluster.folder)
     cluster.serve("shutdown", "-y")
 
 
+def save_first_version(run: Path) -> None:
+    """Write version 0, whose adapters change nothing, beside the checkpoints."""
+    base = load_policy(run / "policy", ModelArgs(), seed=1).model
+    base.save_pretrained(run / "checkpoints" / "step-000000")
+
+
 def differs_from(run: Path, other: Path, last: int, working_dir: Path) -> bool:
     """Return whether a run's logprobs are not those of the other run's adapter of the same version."""
-    config = read_document(document(run.name), working_dir=working_dir)
+    config = read_document((run / "config.yaml").read_text(), working_dir=working_dir)
     batch = BatchLog(run).read(last, config).batch
     turns = [turn for group in batch.groups for each in group.trajectories for turn in versioned_turns(each)]
     turn = turns[0]
