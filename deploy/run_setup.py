@@ -1,5 +1,7 @@
 """Idempotent preparation of a run."""
 
+import hashlib
+import json
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,6 +23,10 @@ from offbeat.trainer.run import buffer_limits
 
 POLICY = "policy"
 LOGS = "logs"
+NAMES = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+"""Keys of a `config.json` that say nothing of the weights."""
+SAMPLE_BYTES = 2**20
+"""Of each end of a file of weights."""
 
 
 def run_spec(config: RunConfig, downloads: Sequence[str] = ()) -> RunSpec:
@@ -34,6 +40,7 @@ def run_spec(config: RunConfig, downloads: Sequence[str] = ()) -> RunSpec:
         resume=bool(config.resume_from_checkpoint),
         claims={"folder": str(config.output_dir.resolve()), "app": generation_app(config)},
         downloads=tuple(downloads),
+        base=identify_base(config) if shares_engines(config) and not downloads else "",
     )
 
 
@@ -55,6 +62,37 @@ def generation_app(config: RunConfig) -> str:
     return config.actor_infer.app or app_name(config.exp_name)
 
 
+def shares_engines(config: RunConfig) -> bool:
+    """Return whether the run's application may serve other runs at the same time."""
+    return config.actor_infer.engine.max_lora_rank is not None and generation_app(config) != app_name(config.exp_name)
+
+
+def identify_base(config: RunConfig) -> str:
+    """Return what identifies the weights below a run's adapters; empty if it has none, or a base of its own.
+
+    Engines compare them whole; this is known before they are published.
+    """
+    if config.actor_infer.engine.max_lora_rank is None or config.warm_start is not None:
+        return ""
+    digest = hashlib.blake2b(digest_size=16)
+    architecture = {key: value for key, value in load_architecture(config).items() if key not in NAMES}
+    dtypes = [config.actor_train.model_args.dtype, config.weights.dtype]
+    digest.update(json.dumps([architecture, dtypes], sort_keys=True).encode())
+    folder = Path(config.pretrain)
+    files = (
+        [] if config.pretrain == "tiny" else sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
+    )
+    for path in files:
+        digest.update(f"{path.name} {path.stat().st_size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(SAMPLE_BYTES))
+            file.seek(max(0, path.stat().st_size - SAMPLE_BYTES))
+            digest.update(file.read())
+    if not files:  # random weights
+        digest.update(str(config.seed).encode())
+    return digest.hexdigest()
+
+
 def worker_settings(
     config: RunConfig, redis_url: str, *, uid: str = "", timeout_s: float | None = None
 ) -> WorkerSettings:
@@ -74,6 +112,7 @@ def worker_settings(
         rollout=config.rollout,
         generating_args=config.actor_infer.generating_args,
         generation_app=generation_app(config) if config.uses_engine else "",
+        names_run=shares_engines(config),
         pipeline=config.pipeline,
         data=config.data,
         rewards=config.scoring,

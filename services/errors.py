@@ -21,6 +21,10 @@ class WeightsError(MeshError):
     """Failed publication, fetch or load of a weight version."""
 
 
+class WeightsRefusedError(WeightsError):
+    """Weights that do not fit an engine, which serves on with those of before."""
+
+
 class StoreUnavailableError(RetryableError):
     """Write refused or not answered by a store that may accept it later."""
 

@@ -1,5 +1,6 @@
 """Redis keys of a run; the run id is the cluster hash tag."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 NAMESPACE = "offbeat"
@@ -14,8 +15,22 @@ ENDING = f"{NAMESPACE}:ending"
 
 
 def claims_key(kind: str) -> str:
-    """Hash: exclusive resource (`app`, `folder`) -> run."""
+    """Hash: resource (`app`, `folder`) -> its run, or the runs that share it, separated by spaces."""
     return f"{NAMESPACE}:claims:{kind}"
+
+
+def split_claim(claim: bytes | None) -> list[str]:
+    """Return the runs of a claim."""
+    return claim.decode().split() if claim else []
+
+
+def join_claim(run_ids: Iterable[str]) -> str:
+    return " ".join(run_ids)
+
+
+def slots_key(kind: str) -> str:
+    """Hash: resource -> number of runs that may claim it at once; absent: 1."""
+    return f"{NAMESPACE}:slots:{kind}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from collections.abc import Callable
 from contextvars import ContextVar
 from datetime import UTC, datetime
 
@@ -24,6 +25,11 @@ def set_process_log_fields(**fields: LogField) -> None:
 def set_task_log_fields(**fields: LogField) -> None:
     """Add fields to later lines of the current asyncio task and those that it starts."""
     _task_fields.set({**_task_fields.get(), **fields})
+
+
+def log_fields_setter(*, is_shared: bool) -> Callable[..., None]:
+    """Return what sets a run's fields. is_shared: other runs log in this process, too."""
+    return set_task_log_fields if is_shared else set_process_log_fields
 
 
 def make_formatter(service: str) -> logging.Formatter:

@@ -11,6 +11,7 @@ from ray.serve import Application
 
 from offbeat.deploy.components.placement import list_nodes
 from offbeat.deploy.config.checks.hf_infer import check_hf_infer
+from offbeat.deploy.config.checks.lora import check_shared_engine
 from offbeat.deploy.config.checks.sglang import check_sglang
 from offbeat.deploy.config.device_plan import DevicePlan, plan_devices
 from offbeat.deploy.config.devices import choose_devices, count_gpus
@@ -123,7 +124,7 @@ def generation(args: dict[str, Any]) -> Application:
     arguments = parse_arguments(ModelArguments, args)
     folder = arguments.folder.resolve()
     config = choose_devices(_load_run_config(arguments), _count_gpus()).model_copy(update={"output_dir": folder})
-    if issues := [*check_hf_infer(config), *check_sglang(config)]:
+    if issues := [*check_hf_infer(config), *check_sglang(config), *check_shared_engine(config)]:
         raise ConfigError(issues)
     plan = _plan_engines(config)
     prepare_folder(config)

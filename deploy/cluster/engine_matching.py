@@ -1,7 +1,8 @@
 # pyright: basic
 """Matching of runs to deployed generation applications.
 
-Invariant: an application serves one run at a time; unless named by the run, it must equal its configuration.
+Invariant: an application serves one run at a time, or up to `max_loras` runs with adapters; unless named by the run, it
+must equal its configuration, but for room for larger or more adapters.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +26,7 @@ RUN_SPECIFIC_KEYS = {"app", "generating_args", "request_timeout_s", "update_time
 def choose_app(
     config: RunConfig, offers: Mapping[str, EngineOffer], is_free: Callable[[str], bool]
 ) -> tuple[str | None, list[ConfigIssue]]:
-    """Return the run's application (None: its own) and issues. is_free: claimed by no other active run."""
+    """Return the run's application (None: its own) and issues. is_free: has room beside other active runs."""
     named = config.actor_infer.app
     if named == app_name(config.exp_name):
         return None, []
@@ -70,7 +71,7 @@ def find_mismatches(config: RunConfig, architecture: Mapping[str, JsonValue], of
         yield f"takes weights by {offer.transport}, the run sends them by {config.weights.transport} (weights.transport)"
     offered_rank, requested_rank = offer.config.engine.max_lora_rank, config.actor_infer.engine.max_lora_rank
     if (offered_rank is None) != (requested_rank is None) or (offered_rank or 0) < (requested_rank or 0):
-        yield f"its max_lora_rank is {offered_rank}, the run's is {requested_rank}"
+        yield f"its max_lora_rank is {offered_rank}, the run's is {requested_rank}: {_advise_rank(offered_rank)}"
     if config.actor_infer.on_weight_update != offer.config.on_weight_update:
         yield f"its on_weight_update is {offer.config.on_weight_update}"
 
@@ -79,8 +80,18 @@ def is_equivalent(requested: GenerationConfig, offer: EngineOffer) -> bool:
     ignored = RUN_SPECIFIC_KEYS | ({"device_mapping"} if requested.device_mapping is None else set[str]())
     sides = [each.model_dump(exclude=ignored) for each in (requested, offer.config)]
     for side in sides:
-        side["strategy_args"]["strategy_config"].pop("enable_sleep_mode")  # a deployed engine takes no turns
+        engine = side["strategy_args"]["strategy_config"]
+        engine.pop("enable_sleep_mode")  # a deployed engine takes no turns
+        engine.pop("max_loras")
+        if offer.config.engine.max_loras > 1:
+            engine.pop("max_lora_rank")  # room for a larger one changes nothing
     return sides[0] == sides[1]
+
+
+def _advise_rank(offered: int | None) -> str:
+    if offered is None:
+        return "its engines take whole weights alone; leave max_lora_rank out"
+    return f"its engines take adapters alone; set actor_train.model_args.lora_target, and both ranks up to {offered}"
 
 
 def _is_different(key: str, architecture: Mapping[str, JsonValue], offer: EngineOffer) -> bool:

@@ -14,17 +14,19 @@ from offbeat.deploy.cluster.offbeat_process import last_output, run_offbeat
 from offbeat.deploy.cluster.reaper import ensure_reaper
 from offbeat.deploy.cluster.run_factory import MachineSize, MeshRunFactory, holds_claim, missing_models_of
 from offbeat.deploy.cluster.size import Cluster, check_hosts
+from offbeat.deploy.components.app_claims import find_app_conflict
 from offbeat.deploy.components.serve_status import read_app_statuses
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.run_setup import identify_base
 from offbeat.services.control.rights import UNRESTRICTED, Rights
 from offbeat.services.control.run import RunRecord, RunState
 from offbeat.services.control.schemas import ProblemView
 from offbeat.services.control.service import InvalidRunError
 from offbeat.services.errors import ControlError
 from offbeat.services.generation.config import app_name
-from offbeat.services.generation.tenancy import APP, EngineOffer, read_offers
-from offbeat.services.keys import RunKeys, claims_key
+from offbeat.services.generation.tenancy import EngineOffer, read_offers
+from offbeat.services.keys import RunKeys
 from offbeat.services.redis.url import redact
 from offbeat.trainer.config.aliases import canonical_json
 from offbeat.trainer.config.issue import ConfigIssue
@@ -54,8 +56,9 @@ class RayRunFactory(MeshRunFactory):
         elif config.actor_infer.app is None and active is not None:
             app, problems = active.actor_infer.app, []
         else:
+            base = identify_base(config)
             app, problems = choose_app(
-                config, self._read_deployed_offers(), lambda app: self._is_free(app, config.exp_name)
+                config, self._read_deployed_offers(), lambda app: self._has_room(app, config.exp_name, base)
             )
         problems += check_cluster(config, Cluster.from_ray(), self._redis_url)
         if problems:
@@ -82,12 +85,8 @@ class RayRunFactory(MeshRunFactory):
         deployed = read_app_statuses()
         return {app: offer for app, offer in read_offers(self._redis).items() if app in deployed}
 
-    def _is_free(self, app: str, run_id: str) -> bool:
-        holder = cast(bytes | None, self._redis.hget(claims_key(APP), app))
-        if holder is None or holder.decode() == run_id:
-            return True
-        state = cast(bytes | None, self._redis.hget(RunKeys(holder.decode()).record, "state"))
-        return state is None or RunState(state.decode()).is_terminal
+    def _has_room(self, app: str, run_id: str, base: str) -> bool:
+        return not find_app_conflict(self._redis, app, run_id, base)
 
     def _claim_of(self, record: RunRecord) -> str:
         return _claim_id(record)

@@ -179,7 +179,7 @@ class MeshRunFactory(PackagedRecipes):
             raise InvalidRunError([_to_problem_view(issue) for issue in error.issues]) from error
         if problem := run_folder.find_problem(config.output_dir):
             raise InvalidRunError([ProblemView(path="output_dir", message=problem)])
-        return run_spec(config, downloads)
+        return await asyncio.to_thread(run_spec, config, downloads)
 
     async def complete(self, record: RunRecord) -> RunSpec:
         """Return the run of a record after its downloads; raises `ControlError`."""

@@ -2,44 +2,46 @@
 """Deployed generation application, only claimed and released."""
 
 import asyncio
+import time
+from collections.abc import Sequence
 from typing import cast
 
 from redis import Redis
 
+from offbeat.deploy.components.app_claims import claim_app, read_claim, release_app
 from offbeat.deploy.components.serve_app import ServeApp
 from offbeat.deploy.components.serve_status import ServeStatus
 from offbeat.services.control.interfaces import Health, Observation
 from offbeat.services.errors import ControlError
-from offbeat.services.generation.tenancy import APP, read_offers
-from offbeat.services.keys import claims_key
+from offbeat.services.generation.tenancy import read_offers
+from offbeat.services.keys import RunKeys
+from offbeat.services.weights.replica_reports import decode_report
 
 
 class SharedGeneration:
     name = "generation"
 
     def __init__(self, run_id: str, app: str, redis: Redis, status: ServeStatus) -> None:
+        self._since = time.time()
         self._run_id = run_id
         self._app = app
         self._redis = redis
         self._serve_app = ServeApp(self.name, app, _reject_deployment, status)
 
     async def ensure(self) -> None:
-        """Claim the application; raises `ControlError` if taken."""
-        await asyncio.to_thread(self._redis.hsetnx, claims_key(APP), self._app, self._run_id)
-        holder = await asyncio.to_thread(self._holder)
-        if holder != self._run_id:
-            raise ControlError(f"application {self._app!r} serves run {holder!r}")
+        """Claim the application; raises `ControlError` if others leave no room."""
+        await asyncio.to_thread(claim_app, self._redis, self._app, self._run_id)
 
     async def resize(self, num_replicas: int) -> None:
         """Do nothing; the deploy file sets it."""
 
     async def stop(self, *, now: bool) -> None:  # noqa: ARG002
-        if await asyncio.to_thread(self._holder) == self._run_id:
-            await asyncio.to_thread(self._redis.hdel, claims_key(APP), self._app)
+        await asyncio.to_thread(release_app, self._redis, self._app, self._run_id)
 
     async def observe(self) -> Observation:
-        """Return STARTING if missing or broken."""
-        if await asyncio.to_thread(self._holder) != self._run_id:
+        """Return STARTING if missing or broken, BROKEN if its engines refuse the run's weights."""
+        runs = await asyncio.to_thread(read_claim, self._redis, self._app)
+        if self._run_id not in runs:
             return Observation(Health.ABSENT)
         observation = await self._serve_app.observe()
         log = await asyncio.to_thread(self._log)
@@ -47,11 +49,21 @@ class SharedGeneration:
             return Observation(Health.STARTING, f"application {self._app} is not deployed", log)
         if observation.health is Health.BROKEN:
             return Observation(Health.STARTING, f"application {self._app} can't be deployed: {observation.detail}", log)
-        return Observation(observation.health, observation.detail, log)
+        if refusal := await asyncio.to_thread(self._find_refusal):
+            return Observation(Health.BROKEN, f"application {self._app} refuses the run's weights: {refusal}", log)
+        detail = observation.detail or self._describe(runs)
+        return Observation(observation.health, detail, log)
 
-    def _holder(self) -> str | None:
-        holder = cast(bytes | None, self._redis.hget(claims_key(APP), self._app))
-        return holder.decode() if holder is not None else None
+    def _describe(self, runs: Sequence[str]) -> str:
+        others = [run_id for run_id in runs if run_id != self._run_id]
+        return f"application {self._app}" + (f", with {', '.join(others)}" if others else "")
+
+    def _find_refusal(self) -> str:
+        """Return why a replica refuses the run's weights; empty if none does."""
+        blobs = cast(dict[bytes, bytes], self._redis.hgetall(RunKeys(self._run_id).served))
+        reports = [decode_report(blob) for blob in blobs.values()]
+        refusals = [each.load.refused for each in reports if each.version < 0 and each.at > self._since]
+        return next(filter(None, refusals), "")
 
     def _log(self) -> str:
         offer = read_offers(self._redis).get(self._app)

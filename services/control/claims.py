@@ -1,15 +1,70 @@
-"""Exclusive resources of active runs: the folder, and the generation application."""
+"""Resources of active runs: the folder, exclusively, and the generation application, exclusively or shared.
+
+Invariant: runs share a resource only up to its number of slots, and only if their adapters have the same base.
+"""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from redis.asyncio.client import Pipeline
 
 from offbeat.services.control.run import RunSpec
-from offbeat.services.keys import claims_key
+from offbeat.services.keys import claims_key, join_claim
+
+Claims = Mapping[str, Mapping[str, Sequence[str]]]
+"""Kind -> resource -> its runs."""
 
 
-def exchange_claims(pipe: Pipeline, spec: RunSpec, released: Mapping[str, Sequence[str]]) -> None:
-    for kind, names in released.items():
-        pipe.hdel(claims_key(kind), *names)
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """An active run with a claim."""
+
+    run_id: str
+    state: str
+    base: str
+    """`RunRecord.base`."""
+
+
+def write_claims(pipe: Pipeline, claims: Claims) -> None:
+    for kind, resources in claims.items():
+        for name, run_ids in resources.items():
+            if run_ids:
+                pipe.hset(claims_key(kind), name, join_claim(run_ids))
+            else:
+                pipe.hdel(claims_key(kind), name)
+
+
+def find_conflict(kind: str, name: str, holders: Sequence[Holder], *, slots: int, base: str) -> str:
+    """Return why a run can't have a resource beside its holders; empty if it can. base: of the run, empty: its own."""
+    if not holders:
+        return ""
+    advice = f"or use another {kind}"
+    who = _describe(holders)
+    if slots == 1:
+        return f"{kind} {name!r} is in use by {who}: stop it first, {advice}"
+    if not base:
+        reason = "and may only be shared on one base, where this run's warm start trains its own: leave warm_start out"
+        return f"{kind} {name!r} is in use by {who}, {reason}, {advice}"
+    if any(holder.base != base for holder in holders):
+        reason = "whose adapters are on another base: start from the same weights, or stop the other run first"
+        return f"{kind} {name!r} is in use by {who}, {reason}, {advice}"
+    if len(holders) >= slots:
+        return (
+            f"{kind} {name!r} has {slots} adapter slots, all in use by {who}: stop one first, raise max_loras, {advice}"
+        )
+    return ""
+
+
+def _describe(holders: Sequence[Holder]) -> str:
+    runs = [f"run {holder.run_id!r}, which is {holder.state}" for holder in holders]
+    return " and ".join(runs)
+
+
+def claims_of(spec: RunSpec, others: Mapping[str, Sequence[Holder]], held: Claims) -> Claims:
+    """Return a start's claims, and what is left of its earlier ones. others: by kind, the holders beside it."""
+    claims: dict[str, dict[str, Sequence[str]]] = {}
     for kind, name in spec.claims.items():
-        pipe.hset(claims_key(kind), name, spec.run_id)
+        earlier = {each: runs for each, runs in held[kind].items() if spec.run_id in runs and each != name}
+        claims[kind] = {each: [run for run in runs if run != spec.run_id] for each, runs in earlier.items()}
+        claims[kind][name] = [*(holder.run_id for holder in others[kind]), spec.run_id]
+    return claims

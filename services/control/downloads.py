@@ -5,10 +5,10 @@ Invariant: a run is validated whole, and claims what it needs, before a componen
 
 from typing import Any, cast
 
-from offbeat.services.control.claims import exchange_claims
+from offbeat.services.control.claims import write_claims
 from offbeat.services.control.run import RunRecord, RunSpec, RunState
-from offbeat.services.control.store import RunStore
-from offbeat.services.keys import RunKeys, claims_key
+from offbeat.services.control.store import RunStore, claim_keys
+from offbeat.services.keys import RunKeys
 from offbeat.services.redis.transactions import repeat_transaction
 
 
@@ -21,14 +21,13 @@ async def complete_record(store: RunStore, record: RunRecord, spec: RunSpec) -> 
     """
     key = RunKeys(record.run_id).record
     async with store.redis.pipeline() as pipe:
-        await pipe.watch(key, *(claims_key(kind) for kind in spec.claims))
+        await pipe.watch(key, *claim_keys(spec))
         started_at, downloads = await cast(Any, pipe.hmget(key, ["started_at", "downloads"]))
         if not downloads or float(started_at) != record.started_at:
             return
-        await store.refuse_busy(spec)
-        released = await store.old_claims(spec)
+        claims = await store.find_claims(spec)
         pipe.multi()
-        changes = {"config": spec.config, "downloads": "", "state": RunState.PREPARING.value}
+        changes = {"config": spec.config, "downloads": "", "base": spec.base, "state": RunState.PREPARING.value}
         pipe.hset(key, mapping=cast(dict[Any, Any], changes))
-        exchange_claims(pipe, spec, released)
+        write_claims(pipe, claims)
         await pipe.execute()

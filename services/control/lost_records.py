@@ -8,7 +8,7 @@ from redis.exceptions import WatchError
 
 from offbeat.services.control.run import RunRecord
 from offbeat.services.control.store import RunStore
-from offbeat.services.keys import RUNS, RunKeys, claims_key
+from offbeat.services.keys import RUNS, RunKeys, claims_key, split_claim
 from offbeat.services.redis.incarnation import uid_of
 
 logger = logging.getLogger(__name__)
@@ -47,8 +47,8 @@ class LostRecords:
     async def _claims_of(self, run_id: str) -> Claims:
         claims: Claims = {}
         for kind in CLAIM_KINDS:
-            holders: dict[bytes, bytes] = await cast(Any, self._redis.hgetall(claims_key(kind)))
-            claims[kind] = [name.decode() for name, holder in holders.items() if holder.decode() == run_id]
+            raw: dict[bytes, bytes] = await cast(Any, self._redis.hgetall(claims_key(kind)))
+            claims[kind] = [name.decode() for name, claim in raw.items() if run_id in split_claim(claim)]
         return claims
 
     async def _write(self, record: RunRecord, claims: Claims) -> bool:
@@ -67,7 +67,7 @@ class LostRecords:
             pipe.zadd(RUNS, {record.run_id: record.created_at})
             for kind, names in claims.items():
                 for name in names:
-                    pipe.hsetnx(claims_key(kind), name, record.run_id)
+                    pipe.hsetnx(claims_key(kind), name, record.run_id)  # a shared one's other runs claim it again
             try:
                 await pipe.execute()
             except WatchError:

@@ -80,7 +80,9 @@ class RunSpec:
     settings: Settings
     resume: bool = False
     claims: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Exclusive resources: kind (`folder`, `app`) -> name."""
+    """Resources: kind (`folder`, `app`) -> name."""
+    base: str = ""
+    """Identity of the weights below its adapters; empty if no other run has them."""
     downloads: tuple[str, ...] = ()
     """Models to download first."""
 
@@ -118,6 +120,8 @@ class RunRecord:
     """Unique among runs of this name, kept by resuming, carried by every write."""
     downloads: str = ""
     """Space-separated models to download first."""
+    base: str = ""
+    """As in `RunSpec`."""
 
     def encode(self) -> dict[str, str]:
         plain = {each.name: str(getattr(self, each.name)) for each in fields(self)}

@@ -9,14 +9,14 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 
-from offbeat.services.control.claims import exchange_claims
+from offbeat.services.control.claims import Claims, Holder, claims_of, find_conflict, write_claims
 from offbeat.services.control.interfaces import Health, Observation
 from offbeat.services.control.run import (
     BusyError,
@@ -35,7 +35,7 @@ from offbeat.services.control.run import (
     WeightProgress,
     decode_fields,
 )
-from offbeat.services.keys import RUNS, RunKeys, claims_key
+from offbeat.services.keys import RUNS, RunKeys, claims_key, slots_key, split_claim
 from offbeat.services.live_settings import (
     Change,
     Settings,
@@ -75,7 +75,7 @@ class RunStore:
             RunExistsError: active with another configuration.
             BusyError: another active run has claimed a resource.
         """
-        keys, claimed = RunKeys(spec.run_id), [claims_key(kind) for kind in spec.claims]
+        keys, claimed = RunKeys(spec.run_id), claim_keys(spec)
         async with self.redis.pipeline() as pipe:
             await pipe.watch(keys.record, *claimed)
             raw = cast(dict[bytes, bytes], await pipe.hgetall(keys.record))  # pyright: ignore[reportGeneralTypeIssues]
@@ -86,8 +86,7 @@ class RunStore:
                 raise RunExistsError(
                     f"run {spec.run_id!r} is {old.state}: stop it first, or choose another name{self._hint()}"
                 )
-            await self.refuse_busy(spec)
-            released = await self.old_claims(spec)
+            claims = await self.find_claims(spec)
             record = self._new(spec, old if spec.resume else None)
             stale = [] if spec.resume else await self._keys_of(spec.run_id)
             pipe.multi()
@@ -99,35 +98,32 @@ class RunStore:
             pipe.delete(keys.record, *(keys.key(name) for name in ATTEMPT_FIELDS))
             pipe.hset(keys.record, mapping=cast(dict[Any, Any], record.encode()))
             pipe.zadd(RUNS, {spec.run_id: record.created_at})
-            exchange_claims(pipe, spec, released)
+            write_claims(pipe, claims)
             if spec.resume and old and (values := _differences(old.settings, spec.settings)):
                 pipe.rpush(keys.changes, encode_change(values, self.clock()))
             self._note(pipe, spec.run_id, "created", {"attempt": record.attempt})
             await pipe.execute()
             return record, True
 
-    async def refuse_busy(self, spec: RunSpec) -> None:
-        """Raise `BusyError` if an active run has claimed a resource."""
-        for kind, name in spec.claims.items():
-            holder = await cast(Any, self.redis.hget(claims_key(kind), name))
-            if holder is None or holder.decode() == spec.run_id:
-                continue
-            raw = await cast(Any, self.redis.hgetall(RunKeys(holder.decode()).record))
-            if state := self._use(raw):
-                raise BusyError(
-                    f"{kind} {name!r} is in use by run {holder.decode()!r}, which is {state}: "
-                    f"stop it first, or use another {kind}"
-                )
-
-    async def old_claims(self, spec: RunSpec) -> dict[str, list[str]]:
-        """Return an earlier start's claims that this one lacks."""
-        old: dict[str, list[str]] = {}
+    async def find_claims(self, spec: RunSpec) -> Claims:
+        """Return the claims to write for a start; raises `BusyError` if active runs leave no room for it."""
+        others: dict[str, list[Holder]] = {}
+        held: dict[str, dict[str, list[str]]] = {}
         for kind, name in spec.claims.items():
             raw: dict[bytes, bytes] = await cast(Any, self.redis.hgetall(claims_key(kind)))
-            held = [each.decode() for each, holder in raw.items() if holder.decode() == spec.run_id]
-            names = [each for each in held if each != name]
-            old |= {kind: names} if names else {}
-        return old
+            held[kind] = {each.decode(): split_claim(claim) for each, claim in raw.items()}
+            slots = await cast(Any, self.redis.hget(slots_key(kind), name))
+            others[kind] = await self._holders(run for run in held[kind].get(name, ()) if run != spec.run_id)
+            if conflict := find_conflict(kind, name, others[kind], slots=int(slots or 1), base=spec.base):
+                raise BusyError(conflict)
+        return claims_of(spec, others, held)
+
+    async def _holders(self, run_ids: Iterable[str]) -> list[Holder]:
+        """Return those that are active."""
+        raw = [(run_id, await cast(Any, self.redis.hgetall(RunKeys(run_id).record))) for run_id in run_ids]
+        return [
+            Holder(run_id, state, each.get(b"base", b"").decode()) for run_id, each in raw if (state := self._use(each))
+        ]
 
     def _use(self, raw: dict[bytes, bytes]) -> str:
         """Return an active run's state, or ""."""
@@ -156,7 +152,7 @@ class RunStore:
         now = self.clock()
         uid = old.uid if old and old.uid else secrets.token_hex(8)
         record = RunRecord(spec.run_id, spec.config, spec.output_dir, spec.max_steps, spec.settings)
-        record = replace(record, started_at=now, beat=now, uid=uid, downloads=" ".join(spec.downloads))
+        record = replace(record, started_at=now, beat=now, uid=uid, downloads=" ".join(spec.downloads), base=spec.base)
         if old is None:
             return replace(record, created_at=now)
         return replace(record, created_at=old.created_at, attempt=old.attempt + 1)
@@ -399,6 +395,11 @@ class RunStore:
         pattern = keys.prefix.replace("[", r"\[").replace("?", r"\?") + "*"
         found = self.redis.scan_iter(match=pattern, count=1000)
         return [key async for key in found if key != keys.epoch.encode()]
+
+
+def claim_keys(spec: RunSpec) -> list[str]:
+    """Return the keys that decide on a start's claims."""
+    return [key for kind in spec.claims for key in (claims_key(kind), slots_key(kind))]
 
 
 def _decode_observations(raw: Mapping[bytes, bytes]) -> dict[str, Observation]:

@@ -1,48 +1,32 @@
 """The generation service as a Ray Serve application."""
 
 import asyncio
-import logging
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
 from ray import serve
 from ray.serve import Application
 from ray.serve.schema import LoggingConfig
-from redis import exceptions as redis_errors
 
 from offbeat.services.device_turns import EngineTurns
 from offbeat.services.devices import EngineDevices
-from offbeat.services.errors import RetryableError
 from offbeat.services.generation.client import DEPLOYMENT, split_messages
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.engine import TenantEngine
 from offbeat.services.generation.replica import ReplicaStatus
 from offbeat.services.generation.request_router import AwakeReplicaRouter
-from offbeat.services.generation.tenancy import (
-    EngineOffer,
-    Tenancy,
-    Tenant,
-    find_tenant,
-    make_offer,
-    read_architecture,
-)
-from offbeat.services.log_format import set_process_log_fields
+from offbeat.services.generation.tenancy import EngineOffer, Tenant, make_offer, read_architecture
+from offbeat.services.generation.tenants import Tenants
 from offbeat.services.messages.codec import decode_requests, encode_completions
 from offbeat.services.placement import claim_devices, deployment_options
 from offbeat.services.process import freeze_started, uncollected_imports
 from offbeat.services.redis.connection import connect, connect_async
-from offbeat.services.redis.errors import complaint
 from offbeat.services.telemetry import configure_logging
 from offbeat.services.weights.config import WeightsConfig
 
-logger = logging.getLogger(__name__)
-
-CHECK_INTERVAL_S = 0.5
-TENANT_TIMEOUT_S = 20.0
-"""Of calls to an unclaimed application."""
 MAX_ONGOING_CALLS = 4096
 """Per replica; each carries several turns."""
 
@@ -68,6 +52,8 @@ class ReplicaSettings:
 class GenerationDeployment:
     async def __init__(self, settings: ReplicaSettings) -> None:
         context = serve.get_replica_context()
+        if settings.tenant is not None:
+            settings = replace(settings, config=settings.config.with_engine(max_loras=1))
         self._settings = s = settings
         self._app, self._replica_id = context.app_name, context.replica_tag
         os.environ.update(s.environment)
@@ -79,41 +65,42 @@ class GenerationDeployment:
         self._turns = self._join_turns()
         if self._turns is not None:
             await self._turns.acquire()
-        self._tenancy: Tenancy | None = None
-        self._occupied = asyncio.Event()
         self._engine = await _start_engine(s, s.seed + context.rank.rank)
-        if s.tenant is not None:
-            await self._serve(s.tenant)
+        self._tenants = Tenants(self._app, self._replica_id, self._engine, s.config, s.redis_url)
         self._taking_turns: asyncio.Task[None] | None = None
-        if self._turns is not None and self._tenancy is not None:
-            self._taking_turns = asyncio.create_task(self._turns.take(self._tenancy.replica))
+        if s.tenant is not None:
+            tenancy = await self._tenants.admit(s.tenant)
+            if self._turns is not None:
+                self._taking_turns = asyncio.create_task(self._turns.take(tenancy.replica))
         freeze_started()
-        self._watching = None if s.tenant else asyncio.create_task(self._serve_whoever_claims())
+        self._following = None if s.tenant else asyncio.create_task(self._tenants.follow(self._redis))
 
-    async def generate(self, blob: bytes, asleep: Sequence[str] = ()) -> AsyncIterator[bytes]:
-        """Yield encoded completions as they finish. asleep: replicas to which the router prefers others."""
+    async def generate(self, blob: bytes, asleep: Sequence[str] = (), run: str = "") -> AsyncIterator[bytes]:
+        """Yield encoded completions as they finish.
+
+        asleep: replicas to which the router prefers others. run: whose policy samples; empty: that of the only one.
+        """
         del asleep
-        tenancy = self._tenancy or await self._wait_for_tenant()
+        tenancy = await self._tenants.find(run)
         async for completions in tenancy.replica.generate(decode_requests(blob)):
             for part in split_messages(completions):
                 yield encode_completions(part)
 
-    async def abort(self, request_ids: list[str]) -> None:
-        if self._tenancy:
-            await self._tenancy.replica.abort(request_ids)
+    async def abort(self, request_ids: list[str], run: str = "") -> None:
+        await self._tenants.abort(request_ids, run)
 
-    async def status(self) -> ReplicaStatus | None:
-        return self._tenancy.replica.status() if self._tenancy else None
+    async def statuses(self) -> dict[str, ReplicaStatus]:
+        """Return what is served, by run."""
+        return self._tenants.statuses()
 
     async def check_health(self) -> None:
         """Raise if Serve must replace the replica."""
-        if self._watching and self._watching.done():
-            self._watching.result()
+        if self._following and self._following.done():
+            self._following.result()
         if self._taking_turns and self._taking_turns.done():
             self._taking_turns.result()
         await self._engine.check()
-        if self._tenancy:
-            await self._tenancy.check()
+        await self._tenants.check()
 
     def _join_turns(self) -> EngineTurns | None:
         """Return the turns with the learner, if it has devices of this engine."""
@@ -122,41 +109,6 @@ class GenerationDeployment:
         if s.tenant is None or not s.config.engine.enable_sleep_mode or not is_shared:
             return None
         return EngineTurns(connect(s.redis_url), s.tenant.run_id, s.tenant.uid, self._replica_id)
-
-    async def _serve(self, tenant: Tenant | None) -> None:
-        before, self._tenancy = self._tenancy, None
-        self._occupied.clear()
-        if before is not None:
-            await before.end()
-            logger.info("run %s has left", before.tenant.run_id)
-        if tenant is not None:
-            s = self._settings
-            set_process_log_fields(run=tenant.run_id)
-            tenancy = Tenancy(tenant, self._replica_id, self._engine, s.config, s.redis_url)
-            await tenancy.begin()
-            self._tenancy = tenancy
-            self._occupied.set()
-            logger.info("serves run %s", tenant.run_id)
-
-    async def _serve_whoever_claims(self) -> None:
-        while True:
-            try:
-                tenant = await find_tenant(self._redis, self._app)
-            except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
-                logger.warning("version unchanged: %s", complaint(error))
-            else:
-                if tenant != (self._tenancy.tenant if self._tenancy else None):
-                    await self._serve(tenant)
-            await asyncio.sleep(CHECK_INTERVAL_S)
-
-    async def _wait_for_tenant(self) -> Tenancy:
-        try:
-            async with asyncio.timeout(TENANT_TIMEOUT_S):
-                await self._occupied.wait()
-        except TimeoutError:
-            raise RetryableError(f"{self._app} serves no run") from None
-        assert self._tenancy is not None
-        return self._tenancy
 
     async def _make_offer(self) -> None:
         s = self._settings
@@ -189,6 +141,12 @@ async def _start_engine(settings: ReplicaSettings, seed: int) -> TenantEngine:
         from offbeat.services.generation.sglang.engine import SglangEngine  # noqa: PLC0415
 
         return await SglangEngine.start(s.config, s.model, sequence_length=s.sequence_length, seed=seed)
+    if s.config.engine.max_loras > 1:
+        from offbeat.services.generation.vllm.shared import VllmSharedEngine  # noqa: PLC0415
+
+        return await VllmSharedEngine.start(
+            s.config, s.model, sequence_length=s.sequence_length, seed=seed, transport=s.transport
+        )
     from offbeat.services.generation.vllm.engine import VllmEngine  # noqa: PLC0415
 
     return await VllmEngine.start(

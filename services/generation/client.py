@@ -81,8 +81,11 @@ class ServeGenerationClient:
     Calls wait for the deployment. Raises `RayServeException` if Serve is not running.
     """
 
-    def __init__(self, app: str, clock: AwakeClock | None = None) -> None:
-        """clock: stands still while requests wait because all replicas sleep."""
+    def __init__(self, app: str, clock: AwakeClock | None = None, run_id: str = "") -> None:
+        """clock: stands still while requests wait because all replicas sleep. run_id: names the run to an application
+        that may serve others, too.
+        """
+        self._run = {"run": run_id} if run_id else {}
         # Serve's own is shared by the process, and routed in the loop of whoever uses it first
         self._handle = copy(serve.get_deployment_handle(DEPLOYMENT, app))
         self._generate: dict[tuple[bool, str], Any] = {}
@@ -113,7 +116,7 @@ class ServeGenerationClient:
                 method_name="generate", stream=True, session_id=replica_id, _by_reference=by_reference
             )
         known = {"asleep": asleep} if asleep else {}
-        return _ServeCall(handle.remote(blob, **known))
+        return _ServeCall(handle.remote(blob, **known, **self._run))
 
     def _routed(self) -> Any:
         """Return the handle, routed in this event loop: a thread of its own would cost a call as much CPU as the call."""
@@ -125,7 +128,7 @@ class ServeGenerationClient:
         """Abort on every replica."""
         self._calls.withdraw(request_ids)
         try:
-            await self._routed().broadcast("abort", list(request_ids)).results_async()
+            await self._routed().broadcast("abort", list(request_ids), **self._run).results_async()
         except (RayError, RayServeException) as error:
             raise translate(error) from error
 

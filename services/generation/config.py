@@ -58,6 +58,10 @@ class VllmConfig(Config):
     enable_prefix_caching: bool = True
     max_lora_rank: int | None = Field(default=None, ge=1, le=512)
     """Largest `lora_rank` served as an adapter, instead of merged weights."""
+    max_loras: int = Field(default=1, ge=1, le=256)
+    """Runs that an application of the deploy file serves at once, each by its own adapter on one base. Above 1 it needs
+    `max_lora_rank`, vLLM and `on_weight_update: keep`. A run's own application serves that run alone.
+    """
 
     @property
     def world_size(self) -> int:

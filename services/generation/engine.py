@@ -61,7 +61,7 @@ class PolicyEngine(Protocol):
         ...
 
     async def load(self, path: Path, version: int) -> LoadTimes:
-        """Switch to the staged version; any error leaves the engine unusable."""
+        """Switch to the staged version; any error but `WeightsRefusedError` leaves the engine unusable."""
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -85,9 +85,19 @@ class PolicyEngine(Protocol):
     def close(self) -> None: ...
 
 
-class TenantEngine(PolicyEngine, Protocol):
-    """Engine that serves one run after another."""
+class TenantEngine(Protocol):
+    """Engine that serves one run after another, or several at once."""
 
     def salted(self, salt: str) -> PolicyEngine:
         """Return the engine for a run; keys and values of others are not reused."""
         ...
+
+    async def release(self, salt: str) -> None:
+        """Free what a run holds that has no more requests."""
+        ...
+
+    async def check(self) -> None:
+        """Raise `RetryableError` if the engine is dead."""
+        ...
+
+    def close(self) -> None: ...

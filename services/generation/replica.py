@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict
 
-from offbeat.services.errors import GenerationError, RetryableError, WeightsError
+from offbeat.services.errors import GenerationError, RetryableError, WeightsError, WeightsRefusedError
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.engine import PolicyEngine
 from offbeat.services.generation.metrics import Counts
-from offbeat.services.log_format import set_process_log_fields
+from offbeat.services.log_format import log_fields_setter
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, Manifest
 from offbeat.services.telemetry import MetricRecord
 from offbeat.services.weights.api import WeightSubscriber
@@ -53,6 +53,7 @@ class GenerationReplica:
         self._subscriber = subscriber
         self._timeout_s = config.request_timeout_s
         self._update_timeout_s = config.update_timeout_s
+        self._set_log_fields = log_fields_setter(is_shared=config.engine.max_loras > 1)
         self._keeps_cache = config.on_weight_update == "keep"
         self._version = -1
         self._updating = False
@@ -63,6 +64,7 @@ class GenerationReplica:
         self._drained = asyncio.Event()
         self._broken = ""
         self._loading: tuple[int, float] | None = None
+        self._refused = ""
         self._waiting = 0
         self._changed = asyncio.Condition()
         self._running: dict[str, asyncio.Task[Completion]] = {}
@@ -116,14 +118,18 @@ class GenerationReplica:
         async with self._subscriber.fetch(manifest) as path:
             self._loading = (manifest.version, time.time())
             await self.report()
-            await self._load(path, manifest.version)
-            self._loading = None
+            try:
+                await self._load(path, manifest.version)
+            except WeightsRefusedError as error:
+                self._loading, self._refused = None, str(error)
+                raise
+            self._loading, self._refused = None, ""
         await self.report()
 
     async def report(self) -> None:
         """Raise `RetryableError` while the broker does not answer."""
         loading, since = self._loading or (None, 0.0)
-        load = ReplicaLoad(len(self._running), self._waiting, loading, since)
+        load = ReplicaLoad(len(self._running), self._waiting, loading, since, self._refused)
         await self._subscriber.report(self._replica_id, self._version, load)
 
     async def _load(self, path: Path, version: int) -> None:
@@ -132,6 +138,11 @@ class GenerationReplica:
                 await self._engine.stage(path)
                 self._updating = True
                 times = await self._engine.load(path, version)
+        except WeightsRefusedError:
+            async with self._changed:
+                self._updating = False
+                self._changed.notify_all()
+            raise
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and not self._updating:
                 raise  # nothing that serves was touched
@@ -144,7 +155,7 @@ class GenerationReplica:
             self._version = version
             self._updating = False
             self._changed.notify_all()
-        set_process_log_fields(version=version)
+        self._set_log_fields(version=version)
         self._counts.loaded(times)
         logger.info("serves version %d; paused for %.1f ms", version, times.pause_s * 1000)
 

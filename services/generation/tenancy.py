@@ -1,6 +1,6 @@
-"""The run that an engine samples for.
+"""A run that an engine samples for.
 
-Invariant: no result of one run's weights reaches the next run: each tenancy has its own replica object and prefix-cache
+Invariant: no result of one run's weights reaches another run: each tenancy has its own replica object and prefix-cache
 salt.
 """
 
@@ -22,7 +22,7 @@ from offbeat.services.errors import RetryableError
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.engine import TenantEngine
 from offbeat.services.generation.replica import GenerationReplica
-from offbeat.services.keys import OFFERS, RunKeys, claims_key
+from offbeat.services.keys import OFFERS, RunKeys, claims_key, slots_key, split_claim
 from offbeat.services.redis.connection import OutageRetry, connect_async
 from offbeat.services.telemetry import AsyncRedisMetrics
 from offbeat.services.weights.config import WeightsConfig
@@ -66,7 +66,10 @@ def read_architecture(model: Path) -> dict[str, JsonValue]:
 
 
 async def make_offer(redis: Redis, app: str, offer: EngineOffer) -> None:
-    await cast(Any, redis.hset(OFFERS, app, offer.model_dump_json()))
+    async with redis.pipeline() as pipe:
+        pipe.hset(OFFERS, app, offer.model_dump_json())
+        pipe.hset(slots_key(APP), app, str(offer.config.engine.max_loras))
+        await pipe.execute()
 
 
 def read_offers(redis: SyncRedis) -> dict[str, EngineOffer]:
@@ -74,17 +77,21 @@ def read_offers(redis: SyncRedis) -> dict[str, EngineOffer]:
     return {name.decode(): EngineOffer.model_validate_json(blob) for name, blob in raw.items()}
 
 
-async def find_tenant(redis: Redis, app: str) -> Tenant | None:
-    run_id = cast(bytes | None, await cast(Any, redis.hget(claims_key(APP), app)))
-    if run_id is None:
-        return None
+async def find_tenants(redis: Redis, app: str) -> list[Tenant]:
+    """Return the runs that have claimed an application, the first one first."""
+    claim = cast(bytes | None, await cast(Any, redis.hget(claims_key(APP), app)))
+    found = [await _find_tenant(redis, run_id) for run_id in split_claim(claim)]
+    return [tenant for tenant in found if tenant is not None]
+
+
+async def _find_tenant(redis: Redis, run_id: str) -> Tenant | None:
     fields = ["config", "output_dir", "created_at", "attempt", "uid"]
-    *record, uid = await cast(Any, redis.hmget(RunKeys(run_id.decode()).record, fields))
+    *record, uid = await cast(Any, redis.hmget(RunKeys(run_id).record, fields))
     if None in record:
         return None
     config, output_dir, created_at, attempt = (value.decode() for value in record)
     weights = _SharingRules.model_validate_json(config).weights
-    return Tenant(run_id.decode(), Path(output_dir), weights, (uid or b"").decode(), f"{created_at}/{attempt}")
+    return Tenant(run_id, Path(output_dir), weights, (uid or b"").decode(), f"{created_at}/{attempt}")
 
 
 class Tenancy:
@@ -106,9 +113,10 @@ class Tenancy:
             run_uid=tenant.uid,
         )
         self.tenant = tenant
+        self._engine, self._salt = engine, secrets.token_hex(4)
         self._redis, self._pulls = redis, pulls
         self._metrics = AsyncRedisMetrics(redis, tenant.run_id, tenant.uid)
-        self.replica = GenerationReplica(replica_id, engine.salted(secrets.token_hex(4)), subscriber, config)
+        self.replica = GenerationReplica(replica_id, engine.salted(self._salt), subscriber, config)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def begin(self) -> None:
@@ -128,6 +136,7 @@ class Tenancy:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.replica.retire(f"run {self.tenant.run_id} has left this application")
+        await self._engine.release(self._salt)
         with suppress(RetryableError):  # the broker misses it in a while anyway
             await self._subscriber.retire(self._replica_id)
         await self._redis.aclose()

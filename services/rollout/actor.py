@@ -145,7 +145,8 @@ class EnvWorkerActor:
             return NoGeneration()
         while True:
             try:
-                return await asyncio.to_thread(ServeGenerationClient, self._settings.generation_app, clock)
+                run_id = self._settings.run_id if self._settings.names_run else ""
+                return await asyncio.to_thread(ServeGenerationClient, self._settings.generation_app, clock, run_id)
             except (RayError, RayServeException, KeyError) as error:  # KeyError: Serve runs, the application does not
                 logger.info("generation is unavailable: %s; retrying", error)
                 await asyncio.sleep(POLL_INTERVAL_S)

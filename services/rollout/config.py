@@ -285,6 +285,8 @@ class WorkerSettings(Config):
     generating_args: GeneratingArgs = GeneratingArgs()
     generation_app: str
     """Serve application; empty: nothing is sampled."""
+    names_run: bool = False
+    """Whether calls name the run, as the application may serve others, too."""
     pipeline: Pipeline = "agentic"
     data: DataConfig | None = None
     """Dataset whose rows are the training groups, or their prompts (`rlvr`); None: tasks of envs."""

@@ -16,6 +16,8 @@ class ReplicaLoad:
     """Version being loaded; None while sampling."""
     loading_since: float = 0.0
     """Unix time, s."""
+    refused: str = ""
+    """Why the newest version is not served; empty if nothing was refused."""
 
 
 @dataclass(frozen=True, slots=True)

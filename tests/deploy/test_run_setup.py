@@ -3,7 +3,10 @@ from pathlib import Path
 import pytest
 
 from offbeat.deploy.config.loader import load_run
-from offbeat.deploy.run_setup import make_log_folder, worker_settings
+from offbeat.deploy.run_setup import identify_base, make_log_folder, run_spec, worker_settings
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
+from offbeat.trainer.models.tiny import write_tiny_policy
+from tests.integration.policy_weights import random_policy
 from tests.paths import QUICKSTART
 
 
@@ -27,3 +30,34 @@ def test_system_envs_reach_the_workers_as_text():
     config = load_run(QUICKSTART, ["+system_envs={USE_MODELSCOPE: 1, DEBUG: true, NAME: x}"])
     expected = {"USE_MODELSCOPE": "1", "DEBUG": "true", "NAME": "x"}
     assert worker_settings(config, "redis://127.0.0.1:1/0").environment == config.environment == expected
+
+
+ADAPTER = ("+actor_train.model_args.lora_target=all-linear", "actor_infer.max_lora_rank=8")
+
+
+def base(*overrides: str, app: str = "engines", warm_start: str = "warm_start=null") -> str:
+    return run_spec(load_run(QUICKSTART, [*ADAPTER, warm_start, f"actor_infer.app={app}", *overrides])).base
+
+
+def test_runs_have_one_base_if_they_start_from_the_same_weights():
+    assert base() == base("exp_name=other", "actor_infer.max_lora_rank=16", "train_env_manager.group_size=4")
+    others = {base(each) for each in ("seed=7", "tiny.hidden_size=128", "actor_train.model_args.dtype=bfloat16")}
+    assert len({base(), *others}) == 4
+    assert base(warm_start="warm_start.steps=9") == base(app="null") == base(app="generation-quickstart") == ""
+    config = load_run(QUICKSTART, ["warm_start=null", "actor_infer.app=engines"])
+    assert run_spec(config).base == identify_base(config) == ""
+    assert worker_settings(load_run(QUICKSTART, [*ADAPTER, "actor_infer.app=engines"]), "").names_run
+    assert not worker_settings(config, "").names_run
+
+
+def test_a_models_files_tell_its_base_wherever_they_are(tmp_path: Path):
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        write_tiny_policy(folder, TinyPolicyConfig(), [f"w{i}" for i in range(25)])
+        random_policy(folder, 3).save_pretrained(folder)
+    weights = bytearray((folders[2] / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (folders[2] / "model.safetensors").write_bytes(weights)
+    bases = [base(f"pretrain={folder}", "seed=5") for folder in folders]
+    assert bases[0] == bases[1] != bases[2]
+    assert base(f"pretrain={folders[0]}", "seed=6") == bases[0]

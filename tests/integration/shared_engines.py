@@ -64,8 +64,8 @@ class SharedEngines:
 
     async def status(self) -> dict[str, ReplicaStatus]:
         handle = serve.get_deployment_handle(DEPLOYMENT, app_name(self._run_id))
-        statuses = await handle.broadcast("status").results_async()
-        return {status["replica_id"]: status for status in statuses}
+        statuses = await handle.broadcast("statuses").results_async()
+        return {status["replica_id"]: status for replica in statuses for status in replica.values()}
 
     async def begin(self) -> None:
         deadline = time.monotonic() + PATIENCE_S

@@ -12,11 +12,13 @@ import pytest_asyncio
 import torch
 from peft import LoraConfig, get_peft_model
 
-from offbeat.services.errors import GenerationError, WeightsError
+from offbeat.services.errors import GenerationError, WeightsError, WeightsRefusedError
 from offbeat.services.generation.config import EngineModelArgs, GenerationConfig
 from offbeat.services.generation.hf.engine import HfEngine
 from offbeat.services.generation.vllm.adapters import VllmAdapterEngine
+from offbeat.services.generation.vllm.shared import RunEngine, VllmSharedEngine
 from offbeat.services.messages.types import Completion, GenerateRequest, Sampling
+from offbeat.services.weights.transports.lora import BASE_DIGEST
 from tests.integration.policy_weights import mismatch, random_policy, save_weights, write_policy
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -28,10 +30,10 @@ PROMPT = tuple(range(4, 28)) * 3
 TARGETS = (["q_proj", "up_proj", "lm_head"], ["v_proj"], ["down_proj", "lm_head"])
 
 
-def make_adapter(policy: Path, folder: Path, targets: list[str], seed: int) -> Any:
-    """Save an adapter of the base with weights 0; return the model with it."""
+def make_adapter(policy: Path, folder: Path, targets: list[str], seed: int, base: int = 0) -> Any:
+    """Save an adapter of the base with weights of a seed; return the model with it."""
     config = LoraConfig(r=2 + seed, lora_alpha=8, target_modules=targets)
-    model = get_peft_model(random_policy(policy, 0), config)
+    model = get_peft_model(random_policy(policy, base), config)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
@@ -182,3 +184,72 @@ async def test_an_adapter_of_another_model_is_refused_and_the_engine_serves_on(
     for name, expected in (("c", model), ("", random_policy(policy, 0))):
         request, completion = await generate(engine, name, max_new_tokens=4)
         assert mismatch(expected, request, completion).max() < FLOAT_NOISE
+
+
+def deliver(policy: Path, folder: Path, base: int, adapter: int) -> Any:
+    """Write what a run's replica fetches: an adapter, and its base with weights of a seed; return the model."""
+    model = make_adapter(policy, folder, ["q_proj", "up_proj"], adapter, base)
+    save_weights(random_policy(policy, base), folder / "model.safetensors")
+    (folder / BASE_DIGEST).write_text(f"base {base}")
+    return model
+
+
+async def ask(
+    run: RunEngine, version: int, request_id: str = "r", **sampling: Any
+) -> tuple[GenerateRequest, Completion]:
+    request = GenerateRequest(request_id, PROMPT, Sampling(**sampling))
+    return request, await run.generate(request, version)
+
+
+async def test_runs_on_one_engine_sample_by_their_own_versions(engine: Engine, policy: Path, tmp_path: Path) -> None:
+    """Their requests have equal ids; an update of one run neither ends nor renames a version of the other one."""
+    if isinstance(engine, HfEngine):
+        pytest.skip("serves one run at a time")
+    shared = VllmSharedEngine(engine)
+    one, two = shared.salted("one"), shared.salted("two")
+    first, second, other = (deliver(policy, tmp_path / f"{i}", 0, i) for i in range(3))
+    await one.load(tmp_path / "0", 7)
+    await two.load(tmp_path / "2", 3)
+    long = asyncio.create_task(ask(two, 3, max_new_tokens=300))
+    running = asyncio.create_task(ask(one, 7, max_new_tokens=300))
+    await asyncio.gather(*(ask(run, 0, "short", max_new_tokens=2) for run in (one, two)))
+    times = await one.load(tmp_path / "1", 8)
+    assert 0 < times.load_s < times.pause_s
+    request, completion = await ask(one, 8, max_new_tokens=8)
+    assert [tuple(span) for span in completion.versions] == [(0, 8, 8)]
+    assert mismatch(second, request, completion).max() < FLOAT_NOISE
+    request, completion = await running
+    assert [span.version for span in completion.versions] == [7, 8]
+    assert mismatch(first, request, completion)[: completion.versions[0].end].max() < FLOAT_NOISE
+    request, completion = await long
+    assert [tuple(span) for span in completion.versions] == [(0, 300, 3)]
+    assert mismatch(other, request, completion).max() < FLOAT_NOISE
+    for name in ("one", "two"):
+        await shared.release(name)
+
+
+async def test_a_run_with_another_base_waits_until_the_others_have_left(
+    engine: Engine, policy: Path, tmp_path: Path
+) -> None:
+    if isinstance(engine, HfEngine):
+        pytest.skip("serves one run at a time")
+    shared = VllmSharedEngine(engine)
+    one, two = shared.salted("one"), shared.salted("two")
+    model = deliver(policy, tmp_path / "a", 0, 0)
+    stranger = deliver(policy, tmp_path / "b", 5, 0)
+    await one.load(tmp_path / "a", 0)
+    with pytest.raises(WeightsRefusedError, match=r"not that of the 1 run"):
+        await two.load(tmp_path / "b", 0)
+    with pytest.raises(WeightsRefusedError, match="no run's whole weights"):
+        await two.load(tmp_path / "b" / "model.safetensors", 0)
+    request, completion = await ask(one, 0, max_new_tokens=4)
+    assert mismatch(model, request, completion).max() < FLOAT_NOISE
+    running = asyncio.create_task(ask(one, 0, max_new_tokens=100))
+    await ask(one, 0, "short", max_new_tokens=2)
+    await shared.release("one")
+    assert running.done(), "its adapter is dropped when no request uses it"
+    await two.load(tmp_path / "b", 0)
+    request, completion = await ask(two, 0, max_new_tokens=4)
+    assert mismatch(stranger, request, completion).max() < FLOAT_NOISE
+    await shared.release("two")
+    await engine.load(save_weights(random_policy(policy, 0), policy / "base.safetensors"), 0)

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from offbeat.deploy.config.loader import compose_tree, validate_tree
+from offbeat.deploy.config.run import RunConfig
 from offbeat.services.messages.types import Segment
 from offbeat.trainer.trackers.metrics_file import METRICS_FILE, read_records
 from offbeat.trainer.training.batch_log import BatchLog
@@ -84,13 +85,16 @@ class Compared(NamedTuple):
 
 
 def compare(run: Path, overrides: tuple[str, ...], steps: int) -> Compared:
+    return compare_run(run, validate_tree(compose_tree(QUICKSTART, list(overrides))), steps)
+
+
+def compare_run(run: Path, config: RunConfig, steps: int) -> Compared:
     """Compare each recorded logprob with that of its version's checkpoint."""
 
     @cache
     def model(version: int) -> Any:
         return AutoModelForCausalLM.from_pretrained(run / "checkpoints" / f"step-{version:06d}").eval()
 
-    config = validate_tree(compose_tree(QUICKSTART, list(overrides)))
     tokens, versions, mixed, through = 0, set[int](), 0, 0
     for step in range(1, steps + 1):
         batch = BatchLog(run).read(step, config).batch

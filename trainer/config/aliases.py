@@ -30,7 +30,7 @@ KEYS: dict[str, str] = {
         f"actor_infer.{key}": f"{ENGINE}.{key}"
         for key in (
             "tensor_parallel_size", "max_model_len", "max_num_seqs", "gpu_memory_utilization", "enforce_eager",
-            "enable_prefix_caching", "max_lora_rank",
+            "enable_prefix_caching", "max_lora_rank", "max_loras",
         )
     },
     f"{ENGINE}.tp_size": f"{ENGINE}.tensor_parallel_size",

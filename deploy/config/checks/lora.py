@@ -6,10 +6,36 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.trainer.config.issue import ConfigIssue
 
 KEY = "actor_infer.strategy_args.strategy_config.max_lora_rank"
+SLOTS_KEY = "actor_infer.strategy_args.strategy_config.max_loras"
 VOCABULARY_LAYERS = ("lm_head", "embed_tokens")
 
 
+def check_shared_engine(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Check an engine that serves several runs at once."""
+    infer = config.actor_infer
+    name = infer.strategy_args.strategy_name
+    if infer.engine.max_loras == 1 or name == "hf_infer":  # which has a check of its own
+        return
+    if name != "vllm":
+        yield ConfigIssue(SLOTS_KEY, f"{name} serves one run at a time: leave it out, or take vllm")
+    elif infer.engine.max_lora_rank is None:
+        yield ConfigIssue(
+            SLOTS_KEY, "runs share an engine by their adapters alone: set max_lora_rank, too, or leave it out"
+        )
+    if infer.on_weight_update == "recompute":
+        yield ConfigIssue(
+            "actor_infer.on_weight_update",
+            f"recompute drops the keys and values of all runs at each update of one: with {SLOTS_KEY} take keep",
+        )
+    if infer.keep_sessions:
+        yield ConfigIssue(
+            "actor_infer.keep_sessions",
+            f"episodes do not stay in an engine of several runs: leave it out, or {SLOTS_KEY}",
+        )
+
+
 def check_lora(config: RunConfig) -> Iterator[ConfigIssue]:
+    yield from check_shared_engine(config)
     max_rank, args = config.actor_infer.engine.max_lora_rank, config.actor_train.model_args
     if max_rank is None:
         return

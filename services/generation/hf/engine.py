@@ -95,6 +95,10 @@ class HfEngine:
         del salt
         return self
 
+    async def release(self, salt: str) -> None:
+        """Do nothing: the next run's weights replace those of this one."""
+        del salt
+
     async def generate(self, request: GenerateRequest, version: int, adapter: str = "") -> Completion:
         """adapter: name in `put_adapter`; empty samples the base model."""
         del version  # that of a token is known from the pass that sampled it

@@ -66,6 +66,10 @@ class SglangEngine:
     def salted(self, salt: str) -> "SglangEngine":
         return SglangEngine(self._server, self._http, self._model, self._config, salt)
 
+    async def release(self, salt: str) -> None:
+        """Do nothing: the next run's weights replace those of this one."""
+        del salt
+
     async def warm_up(self) -> None:
         """Sample two tokens; raises GenerationError if the server does not record versions."""
         request = GenerateRequest("warm-up", (0,), Sampling(max_new_tokens=2))

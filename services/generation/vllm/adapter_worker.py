@@ -1,11 +1,9 @@
 """Many adapters inside vLLM's worker, also of the output embeddings."""
 
 # pyright: basic
-from pathlib import Path
-
 from vllm.model_executor.models.interfaces import SupportsLoRA
 
-from offbeat.services.generation.vllm.lora import score_by_adapter, take_adapter
+from offbeat.services.generation.vllm.lora import score_by_adapter
 from offbeat.services.generation.vllm.worker import WorkerExtension
 
 # Qwen's models, unlike Llama's, don't name their output embeddings for adapters
@@ -18,7 +16,3 @@ class AdapterWorkerExtension(WorkerExtension):
     def prepare_adapters(self) -> None:
         """Call once, before the first request."""
         score_by_adapter(self.model_runner)
-
-    def put_adapter(self, name: str, number: int, folder: str) -> None:
-        """Load one of many adapters; raises `LoadError`."""
-        take_adapter(self.model_runner, Path(folder), name, number)

@@ -9,20 +9,23 @@ import asyncio
 import itertools
 import math
 import os
+import time
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from offbeat.services.errors import GenerationError, RetryableError, WeightsError
 from offbeat.services.generation.config import GenerationConfig
-from offbeat.services.generation.engine import MostLikely, PromptScores, TopCompletion
+from offbeat.services.generation.engine import LoadTimes, MostLikely, PromptScores, TopCompletion
 from offbeat.services.generation.vllm.engine import VllmEngine, engine_failures, finish_reason, sampling_parameters
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, Sampling, VersionSpan
 
 WORKER_EXTENSION = "offbeat.services.generation.vllm.adapter_worker.AdapterWorkerExtension"
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -51,7 +54,7 @@ class VllmAdapterEngine:
         self._score_numbers = itertools.count()
         self._num_changes = 0
         self._changing = asyncio.Lock()
-        self._changes: set[asyncio.Task[None]] = set()
+        self._changes: set[asyncio.Task[Any]] = set()
         """Running and waiting ones; the event loop alone would not keep them alive."""
 
     @classmethod
@@ -65,8 +68,12 @@ class VllmAdapterEngine:
         max_adapters: int,
         max_lora_rank: int,
         max_top: int,
+        worker_extension: str = WORKER_EXTENSION,
+        transport: str = "shm",
     ) -> "VllmAdapterEngine":
-        """max_adapters: in memory at once; max_top: largest `num_top`."""
+        """max_adapters: in memory at once; max_top: largest `num_top`. worker_extension: that of `VllmEngine` adapts no
+        output embeddings.
+        """
         slots = max_adapters
         if config.device == "cpu":
             slots += 1  # vLLM there takes the last slot for a request without adapter
@@ -75,24 +82,24 @@ class VllmAdapterEngine:
             max_loras=slots,
             max_cpu_loras=slots,
             max_logprobs=max_top,
-            worker_extension_cls=WORKER_EXTENSION,
+            worker_extension_cls=worker_extension,
         ).model_copy(update={"keep_sessions": False})
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the default on GPUs, which scores prompts by other methods
-        engine = await VllmEngine.start(config, model, sequence_length=sequence_length, seed=seed)
+        engine = await VllmEngine.start(config, model, sequence_length=sequence_length, seed=seed, transport=transport)
         return cls(engine, max_adapters, max_top)
 
     async def load(self, path: Path, version: int) -> None:
         """Load the base model from a file; raises WeightsError if it does not fit the model."""
         await self._finish(partial(self._change, self._base, version, "take_base", path=str(path)))
 
-    async def put_adapter(self, name: str, folder: Path, version: int) -> None:
+    async def put_adapter(self, name: str, folder: Path, version: int) -> LoadTimes:
         """Serve a PEFT adapter as `name` from the next step on.
 
         Raises:
             WeightsError: it does not fit the model, or other adapters fill the memory; an earlier version stays.
             RetryableError: the engine died.
         """
-        await self._finish(partial(self._put, name, str(folder), version))
+        return await self._finish(partial(self._put, name, str(folder), version))
 
     async def drop_adapter(self, name: str) -> None:
         """Forget an adapter that no running request uses."""
@@ -112,13 +119,12 @@ class VllmAdapterEngine:
         (answer,) = output.outputs
         if not answer.token_ids:  # aborted before its first token
             return TopCompletion(Completion(request.request_id, finish_reason=FinishReason.ABORT))
-        spans = tuple(
-            VersionSpan(each.start, each.end, source.version_at(int(each.version))) for each in answer.weight_versions
-        )
+        spans = _spans(answer.weight_versions, source)
         logprobs, top = _read(answer.logprobs)
         reason = finish_reason(answer)
         tokens = tuple(answer.token_ids)
-        completion = Completion(request.request_id, tokens, tuple(logprobs), spans, reason)
+        cached = output.num_cached_tokens or 0
+        completion = Completion(request.request_id, tokens, tuple(logprobs), spans, reason, cached_tokens=cached)
         return TopCompletion(completion, top if num_top else ())
 
     async def score(self, prompt: Sequence[int], adapter: str = "", num_top: int = 0) -> PromptScores:
@@ -134,6 +140,9 @@ class VllmAdapterEngine:
         output, _ = await self._run(f"score-{next(self._score_numbers)}", prompt, adapter, parameters)
         logprobs, top = _read(output.prompt_logprobs)
         return PromptScores(logprobs, top if num_top else ())
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self._engine.abort(request_ids)
 
     async def check(self) -> None:
         await self._engine.check()
@@ -170,42 +179,46 @@ class VllmAdapterEngine:
             raise GenerationError(problem)
         return adapter
 
-    async def _finish(self, change: Callable[[], Awaitable[None]]) -> None:
+    async def _finish(self, change: Callable[[], Awaitable[T]]) -> T:
         """Make a change after those before it, even if the caller is cancelled."""
 
-        async def make() -> None:
+        async def make() -> T:
             async with self._changing:
                 with engine_failures():
-                    await change()
+                    return await change()
 
         task = asyncio.create_task(make())
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
-        await asyncio.shield(task)
+        return await asyncio.shield(task)
 
-    async def _put(self, name: str, folder: str, version: int) -> None:
+    async def _put(self, name: str, folder: str, version: int) -> LoadTimes:
         if name not in self._adapters and len(self._adapters) >= self._max_adapters:
             raise WeightsError(f"the engine has {len(self._adapters)} adapters already")
         adapter = self._adapters.get(name) or NamedAdapter(next(self._numbers))
-        await self._change(adapter, version, "put_adapter", name=name, number=adapter.number, folder=folder)
+        times = await self._change(adapter, version, "put_adapter", name=name, number=adapter.number, folder=folder)
         adapter.folder = folder
         self._adapters[name] = adapter
+        return times
 
     async def _drop(self, name: str) -> None:
         if (adapter := self._adapters.pop(name, None)) is not None:
             await self._llm.remove_lora(adapter.number)
 
-    async def _change(self, adapter: NamedAdapter, version: int, method: str, **arguments: Any) -> None:
+    async def _change(self, adapter: NamedAdapter, version: int, method: str, **arguments: Any) -> LoadTimes:
         """Change weights between two steps; tokens of later ones have `version`. Raises WeightsError."""
         try:
-            await self._engine.pause()
+            asked = await self._engine.pause()
+            paused = time.monotonic()
             await self._call_worker(method, **arguments)
+            loaded = time.monotonic()
             self._num_changes += 1
             await self._llm.update_weight_version(str(self._num_changes))
             adapter.changes.append(self._num_changes)
             adapter.versions.append(version)
         finally:
             await self._engine.resume()
+        return LoadTimes(pause_s=time.monotonic() - asked, load_s=loaded - paused)
 
     async def _call_worker(self, method: str, **arguments: Any) -> None:
         try:
@@ -215,6 +228,18 @@ class VllmAdapterEngine:
             raise
         except Exception as error:  # vLLM has no class for what a worker raised
             raise WeightsError(str(error)) from error
+
+
+def _spans(spans: Sequence[Any], source: NamedAdapter) -> tuple[VersionSpan, ...]:
+    """Return spans of versions; vLLM's begin at each change of the engine, those of other adapters included."""
+    joined: list[VersionSpan] = []
+    for span in spans:
+        version = source.version_at(int(span.version))
+        if joined and joined[-1].version == version:
+            joined[-1] = joined[-1]._replace(end=span.end)
+        else:
+            joined.append(VersionSpan(span.start, span.end, version))
+    return tuple(joined)
 
 
 def _read(flat: Any) -> tuple[list[float], list[MostLikely]]:

@@ -67,7 +67,8 @@ def engine_arguments(config: GenerationConfig, model: Path, sequence_length: int
         from vllm.config.lora import MaxLoRARanks
 
         room = min(rank for rank in get_args(MaxLoRARanks) if rank >= config.engine.max_lora_rank)
-        arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": room}
+        slots = config.engine.max_loras
+        arguments |= {"enable_lora": True, "max_loras": slots, "max_cpu_loras": slots, "max_lora_rank": room}
     given = config.engine.model_extra or {}
     if config.device == "cpu":
         size = given.get("block_size")

@@ -101,6 +101,10 @@ class VllmEngine:
     def salted(self, salt: str) -> "VllmEngine":
         return VllmEngine(self.llm, self._config, salt, self._image_prompts, self.sessions)
 
+    async def release(self, salt: str) -> None:
+        """Do nothing: the next run's weights replace those of this one."""
+        del salt
+
     async def warm_up(self) -> None:
         """Sample two tokens, since vLLM's first request takes seconds."""
         from vllm.inputs import tokens_input

@@ -116,6 +116,10 @@ class WorkerExtension:
             self.take_base(str(base))
         take_adapter(self.model_runner, Path(folder))
 
+    def put_adapter(self, name: str, number: int, folder: str) -> None:
+        """Load one of many adapters; raises `LoadError`."""
+        take_adapter(self.model_runner, Path(folder), name, number)
+
     def take_base(self, path: str) -> None:
         """Load the weights below the adapters; raises `LoadError`."""
         with unwrap(self.model_runner.get_model()):

@@ -32,6 +32,8 @@ PREFIX = "base_model.model."
 SETTINGS = "adapter_config.json"
 FILES = ("adapter_model.safetensors", "model.safetensors")
 """PEFT's names of an adapter and its base."""
+BASE_DIGEST = "base_digest.txt"
+"""Digest of the base's file, delivered with each adapter."""
 
 
 class AdapterTransport:
@@ -85,6 +87,7 @@ class AdapterTransport:
             for path, name in zip(found, FILES, strict=False):
                 (folder / name).symlink_to(path)
             (folder / SETTINGS).write_text(_settings_of(found[0]))
+            (folder / BASE_DIGEST).write_text(base.digest)
             yield folder
         self._held = base.digest
 
@@ -101,6 +104,11 @@ class AdapterTransport:
 
     def close(self) -> None:
         self._inner.close()
+
+
+def base_digest(path: Path) -> str:
+    """Return the digest of a delivered adapter's base; empty for whole weights."""
+    return (path / BASE_DIGEST).read_text() if path.is_dir() else ""
 
 
 def _base_manifest(manifest: Manifest, base: BaseVersion) -> Manifest:

@@ -1,3 +1,4 @@
+import re
 from typing import Any
 
 import pytest
@@ -91,8 +92,36 @@ def test_another_runs_own_application_is_rejected_by_the_claim():
         ("sequence_length=1024", "context of 512 tokens is below"),
         ("actor_infer.on_weight_update=recompute", "on_weight_update is keep"),
         ("actor_infer.max_lora_rank=8", "max_lora_rank is None, the run's is 8"),
+        ("actor_infer.max_lora_rank=8", "its engines take whole weights alone; leave max_lora_rank out"),
         ("weights.transport=nccl", "takes weights by shm, the run sends them by nccl"),
     ],
 )
 def test_unsuitable_application_is_rejected_with_the_reason(override: str, reason: str):
     assert reason in messages(run_config("actor_infer.app=a", override), {"a": offer(run_config())})
+
+
+def adapter_run(*overrides: str) -> RunConfig:
+    return run_config("+actor_train.model_args.lora_target=all-linear", "actor_infer.max_lora_rank=8", *overrides)
+
+
+def test_run_takes_an_application_with_room_for_more_or_larger_adapters():
+    shared = offer(adapter_run("actor_infer.max_lora_rank=16", "actor_infer.max_loras=4"))
+    assert choose(adapter_run(), {"a": shared}) == "a"
+    assert choose(adapter_run("actor_infer.num_replicas=2"), {"a": shared}) is None
+    assert choose(adapter_run(), {"a": offer(adapter_run("actor_infer.max_lora_rank=16"))}) is None, "as with one slot"
+    assert choose(adapter_run(), {"a": shared}, busy=("a",)) is None
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        (
+            run_config("actor_infer.app=a"),
+            "max_lora_rank is 16, the run's is None: its engines take adapters alone; set",
+        ),
+        (adapter_run("actor_infer.app=a", "actor_infer.max_lora_rank=32"), "is 32: its engines .* up to 16"),
+    ],
+)
+def test_runs_without_adapters_or_with_larger_ones_are_rejected(run: RunConfig, reason: str):
+    shared = offer(adapter_run("actor_infer.max_lora_rank=16", "actor_infer.max_loras=4"))
+    assert re.search(reason, messages(run, {"a": shared}))

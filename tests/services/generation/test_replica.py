@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from offbeat.services.errors import GenerationError, RetryableError
+from offbeat.services.errors import GenerationError, RetryableError, WeightsRefusedError
 from offbeat.services.generation import replica as service
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.engine import SessionCounts
@@ -354,3 +354,19 @@ async def test_a_replica_settles_when_no_update_is_under_way(stage: Stage) -> No
     stage.engine.may_load.set()
     await settled
     assert stage.engine.loads == [0, 1]
+
+
+async def test_refused_weights_leave_the_earlier_version_in_service(stage: Stage):
+    await stage.publish(0)
+    stage.engine.load_error = WeightsRefusedError("its base differs")
+    await stage.broker.publish(1)
+    await wait_until(lambda: stage.broker.loads[-1].refused == "its base differs")
+    status = stage.replica.status()
+    assert (status["version"], status["broken"]) == (0, "")
+    call = stage.call("a")
+    await stage.asked("a")
+    stage.engine.finish("a")
+    assert [[c.versions[0].version for c in batch] for batch in await call] == [[0]]
+    stage.engine.load_error = None
+    await wait_until(lambda: stage.replica.status()["version"] == 1)
+    await wait_until(lambda: stage.broker.loads[-1].refused == "")

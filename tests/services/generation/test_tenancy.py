@@ -11,7 +11,7 @@ from offbeat.services.generation.tenancy import (
     APP,
     Tenancy,
     Tenant,
-    find_tenant,
+    find_tenants,
 )
 from offbeat.services.keys import RunKeys, claims_key
 from offbeat.services.redis import connection
@@ -26,35 +26,41 @@ async def record(async_redis: Redis, run_id: str, *, attempt: int = 1) -> None:
     await async_redis.hset(RunKeys(run_id).record, mapping=fields)  # pyright: ignore[reportGeneralTypeIssues]
 
 
-async def claim(async_redis: Redis, run_id: str) -> None:
-    await async_redis.hset(claims_key(APP), "engines", run_id)  # pyright: ignore[reportGeneralTypeIssues]
+async def claim(async_redis: Redis, *run_ids: str) -> None:
+    await async_redis.hset(claims_key(APP), "engines", " ".join(run_ids))  # pyright: ignore[reportGeneralTypeIssues]
 
 
 async def test_nobody_is_served_before_a_run_claims_the_application(async_redis: Redis):
     await record(async_redis, "one")
-    assert await find_tenant(async_redis, "engines") is None
+    assert await find_tenants(async_redis, "engines") == []
+
+
+async def test_runs_that_share_an_application_are_served_in_the_order_of_their_claims(async_redis: Redis):
+    for run_id in ("one", "two"):
+        await record(async_redis, run_id)
+    await claim(async_redis, "two", "gone", "one")
+    assert [tenant.run_id for tenant in await find_tenants(async_redis, "engines")] == ["two", "one"]
 
 
 async def test_the_run_that_has_claimed_it_is_served_as_its_record_says(async_redis: Redis):
     await record(async_redis, "one")
     await claim(async_redis, "one")
-    tenant = await find_tenant(async_redis, "engines")
-    assert tenant is not None
+    (tenant,) = await find_tenants(async_redis, "engines")
     assert (tenant.run_id, tenant.output_dir, tenant.weights.url) == ("one", Path("/runs/one"), "/weights")
 
 
 async def test_a_run_that_is_started_anew_is_another_tenant(async_redis: Redis):
     await claim(async_redis, "one")
     await record(async_redis, "one")
-    first = await find_tenant(async_redis, "engines")
-    assert first == await find_tenant(async_redis, "engines")
+    first = await find_tenants(async_redis, "engines")
+    assert first == await find_tenants(async_redis, "engines")
     await record(async_redis, "one", attempt=2)
-    assert first != await find_tenant(async_redis, "engines")
+    assert first != await find_tenants(async_redis, "engines")
 
 
 async def test_a_claim_of_a_run_that_is_forgotten_serves_nobody(async_redis: Redis):
     await claim(async_redis, "gone")
-    assert await find_tenant(async_redis, "engines") is None
+    assert await find_tenants(async_redis, "engines") == []
 
 
 class Saltless:
@@ -62,6 +68,9 @@ class Saltless:
 
     def salted(self, _: str) -> FakeEngine:
         return FakeEngine()
+
+    async def release(self, salt: str) -> None:
+        pass
 
 
 async def test_a_redis_that_has_gone_without_a_word_is_noticed(

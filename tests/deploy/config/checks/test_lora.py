@@ -5,6 +5,7 @@ import pytest
 from offbeat.deploy.config.checks.run import check_run
 from offbeat.deploy.config.loader import CONFIGS, compose_tree, validate_tree
 
+MAX_RUNS = "actor_infer.strategy_args.strategy_config.max_loras"
 MAX_RANK = "actor_infer.strategy_args.strategy_config.max_lora_rank"
 LORA = [f"{MAX_RANK}=16"]
 TARGET = "actor_train.model_args.lora_target"
@@ -60,3 +61,21 @@ def test_adapter_settings_have_pefts_keys() -> None:
     }
     merged = validate_tree(compose_tree(CONFIGS / "recipes" / "lora.yaml"))
     assert merged.adapter_settings is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "says"),
+    [
+        (["actor_infer.on_weight_update=recompute"], "actor_infer.on_weight_update", "of all runs"),
+        (["actor_infer.keep_sessions=true"], "actor_infer.keep_sessions", "do not stay"),
+        ([f"{MAX_RANK}=null"], MAX_RUNS, "set max_lora_rank, too"),
+        (["actor_infer.strategy_args.strategy_name=hf_infer"], MAX_RUNS, "hf_infer has"),
+    ],
+)
+def test_engines_of_several_runs_take_vllm_with_adapters_and_kept_caches(
+    overrides: list[str], path: str, says: str
+) -> None:
+    assert problems([f"{MAX_RUNS}=4"]) == {}
+    found = problems([f"{MAX_RUNS}=4", *overrides])
+    assert says in found[path]
+    assert set(found) == {path}

@@ -39,12 +39,14 @@ function drawing(run, lit) {
     s("path", { d: path, "marker-end": "url(#tip)" }),
     ...lines.map((line, i) => s("text", { x, y: y + 16 * i, class: "small", "text-anchor": "middle" }, line)),
   ];
+  const { health, detail } = run.components.generation ?? {};
+  const application = health === "ready" ? detail : "";
   const notes = /** @type {Record<string, string[]>} */ ({
     workers: [`${run.settings.num_workers} worker(s)`],
     buffer: [`${short(counters.in_flight)} groups in flight`],
     learner: [run.phase || "", `step ${Math.max(run.step, 0)} of ${run.max_steps}`],
     broker: [`version ${Math.max(run.version, 0)}`],
-    generation: [`${run.settings.num_replicas} replica(s)`],
+    generation: application ? application.split(/, (?=with )/) : [`${run.settings.num_replicas} replica(s)`],
   });
   const boxes = Object.entries(BOXES).map(([id, box]) => {
     const component = Object.entries(run.components).find(([name]) => box.component && name.startsWith(box.component))?.[1];

@@ -1,0 +1,95 @@
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+from redis.asyncio import Redis
+
+from offbeat.services.errors import GenerationError
+from offbeat.services.generation.config import EngineStrategy, GenerationConfig, VllmConfig
+from offbeat.services.generation.tenancy import APP
+from offbeat.services.generation.tenants import Tenants
+from offbeat.services.keys import RunKeys, claims_key
+from tests.services.generation.generation_fakes import FakeEngine
+from tests.services.generation.test_tenancy import record
+from tests.waiting import wait_until
+
+
+class Engine(FakeEngine):
+    """An engine whose runs are noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.salts: list[str] = []
+        self.released: list[str] = []
+        self.may_release = asyncio.Event()
+        self.may_release.set()
+
+    def salted(self, salt: str) -> FakeEngine:
+        self.salts.append(salt)
+        return FakeEngine()
+
+    async def release(self, salt: str) -> None:
+        await self.may_release.wait()
+        self.released.append(salt)
+
+
+async def claim(redis: Redis, *run_ids: str) -> None:
+    for run_id in run_ids:
+        await record(redis, run_id)
+    await redis.hset(claims_key(APP), "engines", " ".join(run_ids))  # pyright: ignore[reportGeneralTypeIssues]
+
+
+async def is_reported(redis: Redis, run_id: str) -> bool:
+    return bool(await redis.hlen(RunKeys(run_id).served))  # pyright: ignore[reportGeneralTypeIssues]
+
+
+@asynccontextmanager
+async def tenants_of(redis: Redis, url: str, engine: Engine, max_runs: int) -> AsyncIterator[Tenants]:
+    strategy = EngineStrategy(strategy_config=VllmConfig(max_lora_rank=4, max_loras=max_runs))
+    tenants = Tenants("engines", "r", engine, GenerationConfig(strategy_args=strategy), url)
+    following = asyncio.create_task(tenants.follow(redis))
+    try:
+        yield tenants
+    finally:
+        await redis.delete(claims_key(APP))
+        await wait_until(lambda: following.done() or not tenants.statuses())
+        await wait_until(lambda: following.done() or len(engine.released) == len(engine.salts))
+        following.cancel()
+        with suppress(asyncio.CancelledError):
+            await following
+
+
+async def test_runs_come_and_go_without_disturbing_another_one(async_redis: Redis, redis_url: str):
+    engine = Engine()
+    async with tenants_of(async_redis, redis_url, engine, 2) as tenants:
+        await claim(async_redis, "one", "two")
+        one, two = await tenants.find("one"), await tenants.find("two")
+        assert one.replica is not two.replica
+        with pytest.raises(GenerationError, match="serves 2 runs: the call must name one"):
+            await tenants.find("")
+        await claim(async_redis, "two", "three")
+        three = await tenants.find("three")
+        await wait_until(lambda: engine.released == engine.salts[:1])
+        assert set(tenants.statuses()) == {"two", "three"}
+        assert await tenants.find("two") is two
+        await record(async_redis, "two", attempt=2)
+        await wait_until(lambda: engine.released == engine.salts[:2])
+        assert (await tenants.find("two")).tenant.start == "5.0/2"
+        assert await tenants.find("three") is three
+        await wait_until(lambda: is_reported(async_redis, "three"))
+
+
+async def test_no_more_runs_are_served_than_there_is_room(async_redis: Redis, redis_url: str):
+    """A run waits until the one whose place it takes has left the engine."""
+    engine = Engine()
+    async with tenants_of(async_redis, redis_url, engine, 1) as tenants:
+        await claim(async_redis, "one", "two")
+        assert (await tenants.find("")).tenant.run_id == "one"
+        engine.may_release.clear()
+        await claim(async_redis, "two")
+        await wait_until(lambda: not tenants.statuses())
+        assert len(engine.salts) == 1
+        engine.may_release.set()
+        assert (await tenants.find("")).tenant.run_id == "two"
+        assert engine.released == engine.salts[:1]
