@@ -1,6 +1,7 @@
 """Changes of adapters beside requests and cancelled callers, with an engine that only records."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +39,7 @@ class FakeLlm:
         logprobs = SimpleNamespace(start_indices=[0], end_indices=[1], logprobs=[-0.5], token_ids=[7])
         spans = [SimpleNamespace(version=self.version, start=0, end=1)]
         answer = SimpleNamespace(token_ids=[7], logprobs=logprobs, weight_versions=spans, finish_reason="stop")
-        yield SimpleNamespace(outputs=[answer])
+        yield SimpleNamespace(outputs=[answer], num_cached_tokens=0)
 
 
 class FakeEngine:
@@ -53,8 +54,9 @@ class FakeEngine:
         self.may_change.set()
         self.error: Exception | None = None
 
-    async def pause(self) -> None:
+    async def pause(self) -> float:
         self.is_paused = True
+        return time.monotonic()
 
     async def resume(self) -> None:
         self.is_paused = False
