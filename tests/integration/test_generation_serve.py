@@ -148,7 +148,8 @@ async def generate(client: ServeGenerationClient, *requests: GenerateRequest) ->
 
 
 async def status() -> ReplicaStatus:
-    return await serve.get_deployment_handle(DEPLOYMENT, app_name(RUN)).status.remote()
+    statuses = await serve.get_deployment_handle(DEPLOYMENT, app_name(RUN)).statuses.remote()
+    return statuses[RUN]
 
 
 def replica_process() -> psutil.Process:
