@@ -272,9 +272,9 @@ class LearnerLease:
             asked_at = time.monotonic()
             try:
                 renewed = self._renewed()
-            except RetryableError as error:
+            except (RetryableError, redis_errors.RedisError) as error:
                 # Redis restarts, say: nobody can take the lease from a Redis that is not there, nor at once from one that is
-                # back, so this one goes on.
+                # back, so this one goes on; so it does where another program answers at Redis' port.
                 logger.warning("the lease could not be renewed: %s", error)
                 continue
             if not renewed:

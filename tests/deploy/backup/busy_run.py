@@ -47,7 +47,9 @@ class BusyLearner:
 
     def __init__(self, url: str, folder: Path, uid: str) -> None:
         self.redis = connect(url, run_id=RUN)
-        lease = LearnerLease(self.redis, RUN, "me", 60.0, run_uid=uid, newest_epoch=lambda: newest_epoch(folder))
+        self._lease = lease = LearnerLease(
+            self.redis, RUN, "me", 60.0, run_uid=uid, newest_epoch=lambda: newest_epoch(folder)
+        )
         epoch = lease.acquire(wait_s=10.0)
         newest = last_written(folder / "checkpoints")
         self.step = self.durable = newest.step if newest else 0
@@ -58,6 +60,10 @@ class BusyLearner:
         self.begun = self.buffer.reconcile(self.journal.prove(self.step, GROUPS_PER_STEP * self.step, 0))
         self.journal.write_resumed(self.step, self.begun.num_added, self.begun.incarnation)
         self._unsaved: list[str] = []
+
+    def close(self) -> None:
+        """End as a killed learner does, that Redis stays as it is: the lease's thread would outlive the test."""
+        self._lease._stop.set()
 
     def take(self) -> list[Group]:
         """Return the next step's groups; nothing before they are complete."""

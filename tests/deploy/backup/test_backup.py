@@ -74,6 +74,7 @@ async def run_and_back_up(folder: Path, target: Path) -> None:
             await play(worker, 1)
         assert await worker.claim("w", 1)
         done = await asyncio.to_thread(offbeat, "backup", folder, "-o", target)
+        learner.close()
         assert "newest checkpoint: step 4" in done.output, done.output
 
 
@@ -98,6 +99,7 @@ async def test_backups_of_a_running_run_are_each_whole_and_proven(tmp_path: Path
             assert done.num_keys > 5
         stop.set()
         await playing
+        learner.close()
     steps = []
     for n in range(NUM_BACKUPS):
         restored = restore(tmp_path / f"{n}.tar", tmp_path / f"restored-{n}")
@@ -128,6 +130,7 @@ async def test_a_restored_run_trains_the_groups_that_it_held(originals: Path, tm
         while learner.step < 10:
             await play(worker, 3)
             learner.train()
+        learner.close()
         await async_redis.aclose()
     result, _ = examine(folder)
     assert result.proven, result.findings

@@ -4,6 +4,7 @@ from typing import cast
 
 import pytest
 from redis import Redis
+from redis.exceptions import InvalidResponse
 
 from offbeat.services.errors import FencedError, ForeignRunError, RetryableError
 from offbeat.services.keys import RunKeys
@@ -198,6 +199,25 @@ def test_a_living_learner_keeps_its_lease_past_the_timeout(redis: Redis):
         with pytest.raises(RetryableError):
             other.acquire(wait_s=1.5 * TIMEOUT_S)
         assert lease.held()
+
+
+def test_an_answer_that_is_not_redis_ends_no_renewal(redis: Redis, monkeypatch: pytest.MonkeyPatch):
+    """As of another program at Redis' port, while Redis is away."""
+    with LearnerLease(redis, RUN, "me", TIMEOUT_S) as lease:
+        lease.acquire()
+        answered = threading.Event()
+        renew = lease._renew
+
+        def answer_once(**arguments: object) -> object:
+            if answered.is_set():
+                return renew(**arguments)
+            answered.set()
+            raise InvalidResponse("Protocol Error: b'HTTP/1.1 400 Bad Request'")
+
+        monkeypatch.setattr(lease, "_renew", answer_once)
+        assert answered.wait(60)
+        until = lease._valid_until
+        wait_until_sync(lambda: lease._valid_until > until)
 
 
 def test_a_replaced_learner_notices_and_cannot_retake_the_run(redis: Redis):
