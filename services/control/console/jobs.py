@@ -11,7 +11,7 @@ from offbeat.services.control.store import RunStore
 from offbeat.services.errors import ControlError
 from offbeat.services.keys import RunKeys
 
-View = TypeVar("View", bound=JobView)
+View = TypeVar("View", bound=JobView[Any])
 
 
 class RunJobs(Generic[View]):
@@ -51,7 +51,7 @@ class RunJobs(Generic[View]):
         await self._store.load(run_id)
         text = await cast(Any, self._store.redis.get(self._key(run_id)))
         if text is None:
-            return self._view()
+            return self._view.model_validate({})
         view = self._view.model_validate_json(text)
         return view.failed("the service was restarted") if view.is_running and run_id not in self._tasks else view
 

@@ -1,5 +1,5 @@
 from enum import StrEnum
-from typing import Any, Literal, Self
+from typing import Any, Generic, Literal, Self, TypeVar
 
 from pydantic import Field
 
@@ -242,19 +242,23 @@ class CompareView(View):
     """Configuration key -> its value in each run, of keys that differ."""
 
 
-class JobView(View):
-    """Newest job on a run's files."""
+State = TypeVar("State", bound=StrEnum)
 
+
+class JobView(View, Generic[State]):
+    """Newest job on a run's files; states are `running`, `failed` and its own."""
+
+    state: State
     began_at: float | None = None
     ended_at: float | None = None
     error: str = ""
 
     @property
     def is_running(self) -> bool:
-        raise NotImplementedError
+        return self.state.value == "running"
 
     def failed(self, error: str) -> Self:
-        raise NotImplementedError
+        return self.model_copy(update={"state": type(self.state)("failed"), "error": error})
 
 
 class ReproductionState(StrEnum):
@@ -266,20 +270,13 @@ class ReproductionState(StrEnum):
     FAILED = "failed"
 
 
-class ReproductionView(JobView):
+class ReproductionView(JobView[ReproductionState]):
     """Newest reproduction of recorded steps."""
 
     state: ReproductionState = ReproductionState.NONE
     step: int | None = None
     result: dict[str, Any] | None = None
     """As `offbeat learner reproduce --json` prints it."""
-
-    @property
-    def is_running(self) -> bool:
-        return self.state is ReproductionState.RUNNING
-
-    def failed(self, error: str) -> Self:
-        return self.model_copy(update={"state": ReproductionState.FAILED, "error": error})
 
 
 class PlanState(StrEnum):
@@ -289,16 +286,9 @@ class PlanState(StrEnum):
     FAILED = "failed"
 
 
-class PlanView(JobView):
+class PlanView(JobView[PlanState]):
     """Newest plan of a run."""
 
     state: PlanState = PlanState.NONE
     result: dict[str, Any] | None = None
     """As `offbeat plan --json` prints it."""
-
-    @property
-    def is_running(self) -> bool:
-        return self.state is PlanState.RUNNING
-
-    def failed(self, error: str) -> Self:
-        return self.model_copy(update={"state": PlanState.FAILED, "error": error})
