@@ -37,15 +37,18 @@ class AwakeClock:
     @contextmanager
     def limited(self, limit: asyncio.Timeout, seconds: float) -> Iterator[None]:
         """Let an entered limit expire after `seconds` of this clock."""
-        self._deadlines[limit] = self.time() + seconds
-        self._reschedule()
+        deadline = self._deadlines[limit] = self.time() + seconds
+        self._schedule(limit, deadline)
         try:
             yield
         finally:
             del self._deadlines[limit]
 
     def _reschedule(self) -> None:
-        now = asyncio.get_running_loop().time()
         for limit, deadline in self._deadlines.items():
             if not limit.expired():
-                limit.reschedule(None if self._num_stops else now + deadline - self.time())
+                self._schedule(limit, deadline)
+
+    def _schedule(self, limit: asyncio.Timeout, deadline: float) -> None:
+        now = asyncio.get_running_loop().time()
+        limit.reschedule(None if self._num_stops else now + deadline - self.time())

@@ -50,3 +50,23 @@ async def test_an_expired_limit_is_left_alone() -> None:
 
     with pytest.raises(TimeoutError):
         await stop_late()
+
+
+async def test_a_limit_leaves_the_timers_of_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of episodes begin while thousands are limited."""
+    calls: list[asyncio.Timeout] = []
+    reschedule = asyncio.Timeout.reschedule
+
+    def counted(limit: asyncio.Timeout, when: float | None) -> None:
+        if when is not None:
+            calls.append(limit)
+        reschedule(limit, when)
+
+    monkeypatch.setattr(asyncio.Timeout, "reschedule", counted)
+    clock = AwakeClock()
+    tasks = [asyncio.create_task(limited(clock, 60.0)) for _ in range(10)]
+    await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert len(calls) == len(set(calls)) == len(tasks)

@@ -75,6 +75,11 @@ def engine_arguments(config: GenerationConfig, model: Path, sequence_length: int
         blocks = -(-size // CPU_BLOCK_SIZE) if isinstance(size, int) and size > 0 else 1
         given = {**given, "block_size": blocks * CPU_BLOCK_SIZE}
         arguments |= {"kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30)}
+        if config.engine.enforce_eager:  # else the compiler makes one kernel of the PyTorch operations
+            from offbeat.services.generation.vllm import cpu_kernels
+
+            cpu_kernels.register()
+            arguments |= {"ir_op_priority": cpu_kernels.PRIORITY}
     else:
         arguments |= {
             "gpu_memory_utilization": config.engine.gpu_memory_utilization or UTILIZATION,

@@ -4,6 +4,7 @@ Invariant: on success every parameter was loaded, and files are compared.
 """
 
 # pyright: basic
+import gc
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
 from offbeat.services.generation.tensor_file import TensorFile
+from offbeat.services.generation.vllm import cpu_kernels
 from offbeat.services.generation.vllm.loading import compare, finish_reload
 from offbeat.services.generation.vllm.lora import (
     BASE,
@@ -141,3 +143,6 @@ for _architecture, _class in (
     ("Qwen2_5_VLForConditionalGeneration", "Qwen25VL"),
 ):
     ModelRegistry.register_model(_architecture, f"offbeat.services.generation.vllm.vision:{_class}")
+cpu_kernels.register()
+# vLLM collects garbage three times while it starts, and would walk all that was imported each time
+gc.freeze()

@@ -60,6 +60,17 @@ def test_a_cpu_has_cache_blocks_of_multiples_of_32(
     assert engine_arguments(config, tmp_path, 64, 1).get("block_size") == used
 
 
+def test_an_eager_engine_on_a_cpu_normalizes_by_kernels(tmp_path: Path):
+    """A compiled one fuses the operations itself."""
+    compiled = EngineStrategy(strategy_config=VllmConfig(enforce_eager=False))
+    for config, is_used in (
+        (GenerationConfig(device="cpu"), True),
+        (GenerationConfig(device="cpu", strategy_args=compiled), False),
+        (GenerationConfig(device="cuda"), False),
+    ):
+        assert ("ir_op_priority" in engine_arguments(config, tmp_path, 64, 1)) is is_used
+
+
 def test_roles_keys_reach_the_engine(tmp_path: Path):
     """In ROLL's spelling where it has another."""
     table = {"model_args": {"dtype": "fp16"}, "strategy_args": {"strategy_config": {"tp_size": 2, "pp_size": 3}}}
