@@ -2,8 +2,8 @@
 
     python -m offbeat.benchmarks.studies.pipeline_curves --out DIR [--only NAME ...] [--seeds 42,1,2] [--plot FOLDER]
 
-A run is `DIR/NAME-sSEED`: a finished one is kept, a stopped one resumed. `dpo` starts from the first seed's `sft`;
-`distill` has a teacher for each seed. `--plot` plots the finished runs and starts none.
+A run is `DIR/NAME-sSEED`: a finished one is kept, a stopped one resumed. `dpo` and `dpo_episodes` start from the first
+seed's `sft`; `distill` has a teacher for each seed. `--plot` plots the finished runs and starts none.
 """
 
 # pyright: basic
@@ -29,6 +29,7 @@ FROZEN_LAKE, ARITHMETIC, PROGRAMS = (
     f"offbeat.envs.{name}" for name in ("frozen_lake.rows", "dataset.arithmetic", "dataset.programs")
 )
 ROW_EPISODES, VALIDATION_EPISODES = 1024, 64
+PAIR_SEEDS = (21, 22, 23)
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,20 @@ def dpo(study: Study, _seed: int) -> Prepared:
     ]  # fmt: skip
 
 
+def dpo_episodes(study: Study, _seed: int) -> Prepared:
+    policy = study.run("sft", study.first_seed).checkpoints[-1]
+    options = ("--split", "train", "--group-size", "8", "--per", "pair")
+    parts = [
+        study.episodes(f"pairs-r{seed}", policy, ROW_EPISODES, "--seed", str(seed), *options) for seed in PAIR_SEEDS
+    ]
+    rows = study.out / "data" / "episode_pairs.jsonl"
+    rows.write_bytes(b"".join(part.read_bytes() for part in parts))
+    return CONFIGS / "dpo.yaml", [
+        f"pretrain={policy}", f"data.dataset_name={rows}", "data.val_dataset_name=null", "data.num_train_epochs=6",
+        "dpo.precompute_ref_log_probs=true", "eval_steps=16", *evaluated(),
+    ]  # fmt: skip
+
+
 def distill(study: Study, seed: int) -> Prepared:
     policy = study.run("teacher", seed).checkpoints[-1]
     rows = study.episodes(f"lake-s{seed}", policy, ROW_EPISODES, "--split", "train")
@@ -143,7 +158,7 @@ def rlvr_code(study: Study, _seed: int) -> Prepared:
 
 
 STUDIES: dict[str, Callable[[Study, int], Prepared]] = {
-    function.__name__: function for function in (teacher, sft, dpo, distill, rlvr, rlvr_code)
+    function.__name__: function for function in (teacher, sft, dpo, dpo_episodes, distill, rlvr, rlvr_code)
 }
 
 

@@ -53,6 +53,7 @@ LAKES = Panel("sampled", "success", "success on held-out lakes")
 PANELS = {
     "sft": (Panel("loss", "loss", "loss of validation rows, nats"), LAKES),
     "dpo": (Panel("loss", "rewards/accuracies", "accuracy on validation pairs"), LAKES),
+    "dpo_episodes": (Panel("learner", "rewards/accuracies", "accuracy on pairs in training"), LAKES),
     "distill": (Panel("loss", "kd_loss", "divergence on validation rows, nats"), LAKES),
     "rlvr": (Panel("sampled", "success", "held-out problems solved"),),
     "rlvr_code": (Panel("sampled", "success", "held-out tasks solved"),),
