@@ -241,7 +241,7 @@ def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> No
     missing = [_newest_measure(report, kind, "sampled", "success_missing") for kind in ("before", "after")]
     if any(missing):
         table.add_row("episodes without success", *(_format(share, ".0%") for share in missing))
-    console.print(table)
+    console.print(table if report["evaluations"] or not has_episodes else f"{table.title}, without an evaluation")
     if report["groups_failed"]:
         console.print(f"{advise_failed(report['groups_failed'])}.", soft_wrap=True)
     if report["baselines"]:
