@@ -224,7 +224,7 @@ def _mismatch(window: StepWindow) -> RunFinding | None:
     return RunFinding(
         "mismatch",
         f"on the same weights the engine's logprobs differ from the trainer's by a KL of {worst:.1g} nats per token (at "
-        f"most {limit:g} is expected)",
+        f"most {limit:.2g} is expected)",
         "they compute in different types, or differently"
         + (
             ", or the tokens that top_p and top_k leave out have much of the mass"

@@ -232,7 +232,8 @@ def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> No
             if has_episodes or before is not None:
                 table.add_row(f"{measure}, {sampling}", _format(before), _format(after))
     if training := report.get("training_loss"):
-        table.add_row("loss of training rows", _format(training["before"], ".4f"), _format(training["after"], ".4f"))
+        of = "new pairs" if has_episodes else "training rows"
+        table.add_row(f"loss of {of}", _format(training["before"], ".4f"), _format(training["after"], ".4f"))
     losses = [_newest_measure(report, kind, "loss", "loss") for kind in ("before", "after")]
     if any(loss is not None for loss in losses):
         table.add_row("loss of validation rows", *(_format(loss, ".4f") for loss in losses))

@@ -196,6 +196,8 @@ def test_a_cut_distribution_is_no_mismatch():
     limits = load_run(Path("deploy/configs/quickstart.yaml"), ["actor_infer.generating_args.top_p=0.99"]).limits
     assert 1e-5 < worst < limits.mismatch_kl < 1e-4
     assert not [each for each in diagnose(steps(actor__mismatch_kl_fresh=worst), limits) if each.name == "mismatch"]
+    cut = load_run(Path("deploy/configs/quickstart.yaml"), ["actor_infer.generating_args.top_k=100"]).limits
+    assert limits.mismatch_kl < 1e-3 < cut.mismatch_kl < 2e-3
     (finding,) = diagnose(steps(actor__mismatch_kl_fresh=1e-3), limits)
     assert "top_p and top_k leave out" in str(finding)
     assert "top_p" not in str(diagnose(steps(actor__mismatch_kl_fresh=1e-3), LIMITS)[0])

@@ -22,9 +22,14 @@ MISMATCH_KL = {"float32": 1e-6, "bfloat16": 1e-3, "float16": 1e-3}
 bfloat16 on one side 1e-5."""
 
 
-def limit_cut_kl(top_p: float) -> float:
-    """Return the largest KL (k3) of a token sampled from the part of a distribution with a mass of at least `top_p`."""
-    return top_p - 1 - math.log(top_p)
+KEPT_BY_TOP_K = 0.95
+"""Mass of a distribution that `top_k` is expected to keep; a random policy's may be less."""
+
+
+def limit_cut_kl(top_p: float, top_k: int) -> float:
+    """Return the largest KL (k3) between the part of a distribution that is kept and the whole, per token."""
+    kept = min(top_p, KEPT_BY_TOP_K if top_k > 0 else 1.0)
+    return kept - 1 - math.log(kept)
 
 
 READ_AHEAD_STEPS = 2
@@ -173,7 +178,7 @@ class LearnerRunConfig(LearnerConfig):
         answer_tokens = longest and min(longest, self.actor_infer.generating_args.max_new_tokens)
         sampling = self.actor_infer.generating_args
         return DiagnosisLimits(
-            MISMATCH_KL[train.model_args.dtype] + limit_cut_kl(sampling.top_p),
+            MISMATCH_KL[train.model_args.dtype] + limit_cut_kl(sampling.top_p, sampling.top_k),
             train.training_args.max_grad_norm,
             answer_tokens,
             is_sampling_cut=sampling.top_p < 1 or sampling.top_k > 0,

@@ -14,6 +14,7 @@ from offbeat.trainer.config.aliases import ENGINE
 from offbeat.trainer.config.roles import TINY
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 
+MANAGERS = ("train_env_manager", "val_env_manager")
 ROLES = ("actor_train", "actor_infer", "critic", "reference")
 MODEL_ARGS = ("model_name_or_path", "attn_implementation", "dtype")
 GPU_ARGUMENTS = ("gpu_memory_utilization", "tensor_parallel_size", "pipeline_parallel_size", "block_size")
@@ -34,6 +35,8 @@ DEVICE_KEYS = (
 """Keys of model, GPUs and their machine's folders."""
 REWARD_KEYS = ("name", "tags", "weight", "threshold")
 """Of a reward by a model, what its stand-in keeps."""
+MAX_ANSWER_TOKENS = 256
+"""A random policy's greedy answers never end."""
 STAND_IN = {"kind": "regex", "pattern": "(..)*", "match": "full"}
 """Reward of a response with an even number of characters, of which any policy has some."""
 
@@ -60,6 +63,8 @@ def make_trial(tree: Tree) -> Tree:
     if steps is not None:
         put(tree, ("actor_train", "training_args", "num_minibatches"), steps)
     _sample_on_cpus(tree)
+    for table, name in _answer_limits(tree):
+        table[name] = min(table[name], MAX_ANSWER_TOKENS)
     tree["pretrain"] = TINY
     for role in ROLES[:2]:
         remove(tree, (role, "device"))
@@ -75,6 +80,9 @@ def make_trial(tree: Tree) -> Tree:
 def describe_trial(tree: Tree) -> Iterator[str]:
     """Yield what `make_trial` replaces in a tree."""
     yield "the tiny policy on CPUs, in place of pretrain and devices"
+    longest = max((table[name] for table, name in _answer_limits(tree)), default=0)
+    if longest > MAX_ANSWER_TOKENS:
+        yield f"answers of at most {MAX_ANSWER_TOKENS} tokens, in place of {longest}"
     for name in get(tree, "teacher", {}):
         yield f"teacher.{name}: random weights of the tiny policy's size, in place of its model"
     for reward in tree.get("rewards", ()):
@@ -83,6 +91,14 @@ def describe_trial(tree: Tree) -> Iterator[str]:
                 f"rewards: {reward['name']} ({reward['kind']}) is 1 for a response with an even number of characters, in "
                 "place of its model"
             )
+
+
+def _answer_limits(tree: Tree) -> Iterator[tuple[Tree, str]]:
+    """Yield tables and names of limits on an answer's tokens."""
+    tables = [get_table(tree, f"{role}.generating_args") for role in ("actor_infer", *MANAGERS)]
+    named = [(table, "max_new_tokens") for table in tables]
+    named += [(env, "max_tokens_per_step") for env in get_table(tree, "custom_envs").values()]
+    yield from ((table, name) for table, name in named if isinstance(table.get(name), int))
 
 
 def _stand_in(reward: Tree) -> Tree:

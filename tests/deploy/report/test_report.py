@@ -247,6 +247,11 @@ def test_a_data_pipelines_report_tells_its_losses(tmp_path: Path):
     out = io.StringIO()
     show_report(report, tmp_path, Console(file=out, width=120))
     assert "held-out tasks" not in out.getvalue()
+    assert "new pairs" not in out.getvalue()
+    online = io.StringIO()
+    show_report({**report, "pipeline": "online_dpo"}, tmp_path, Console(file=online, width=120))
+    assert "loss of new pairs" in online.getvalue()
+    assert "training rows" not in online.getvalue()
     table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.getvalue().splitlines() if "loss" in line]
     assert table == [
         ["loss of training rows", "1.8333", "1.8333"],

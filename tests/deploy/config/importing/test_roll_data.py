@@ -156,7 +156,15 @@ def test_a_trial_needs_no_model():
     assert reward == {"name": "llm_judge", "tags": ["llm_judge"], "kind": "regex", "pattern": "(..)*", "match": "full"}
     assert judged["rewards"][4]["kind"] == "llm_judge", "the file itself keeps it"
     assert make_trial(taught)["teacher"] == {"teacher": {"model_args": {"model_name_or_path": "tiny"}}}
-    assert [line.partition(":")[0] for line in describe_trial(judged)][1:] == ["rewards"]
+    assert [line.partition(":")[0] for line in describe_trial(judged)][1:] == [
+        "answers of at most 256 tokens, in place of 4096",
+        "rewards",
+    ]
+    config = validate_tree(make_trial(judged))
+    assert {env.max_tokens_per_step for env in config.custom_envs.values()} == {256}
+    assert config.actor_infer.generating_args.max_new_tokens == 256
+    assert config.val_env_manager.generating_args.max_new_tokens == 256
+    assert judged["actor_infer"]["generating_args"]["max_new_tokens"] == 4096
     assert [line.partition(":")[0] for line in describe_trial(taught)][1:] == ["teacher.teacher"]
 
 
