@@ -15,11 +15,18 @@ MIN_STEPS = 5
 """Fewest steps for a finding about shares."""
 MANY_STEPS = 10
 """Fewest steps for a finding about speed and sizes."""
+EQUAL_REWARDS = (
+    "the policy never reaches another reward, or the env gives none: check the env or the rewards, start from a policy that "
+    "succeeds sometimes (warm_start, an easier task), or reward parts of the way"
+)
+KEYS_OF_EQUAL_REWARDS = ("custom_envs.TAG.env_config", "warm_start", "reward_shaping")
 ANSWER_KEYS = (
     "custom_envs.TAG.max_tokens_per_step",
     "actor_infer.generating_args.max_new_tokens",
     "sequence_length",
 )
+CUTS = ("actor_infer.generating_args.top_p", "actor_infer.generating_args.top_k")
+KEYS_OF_CUTS = ("max_len_mask", *ANSWER_KEYS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +52,8 @@ class DiagnosisLimits:
     max_grad_norm: float = math.inf
     answer_tokens: int | None = None
     """Longest answer of any env."""
+    is_sampling_cut: bool = False
+    """Whether `top_p` or `top_k` cut the engine's distribution."""
 
 
 NO_LIMITS = DiagnosisLimits()
@@ -164,9 +173,8 @@ def _constant_reward(window: StepWindow) -> RunFinding | None:
     return RunFinding(
         "constant_reward",
         f"every reward of the last {len(window.steps)} steps was {lowest:g}",
-        "the policy never reaches another reward, or the env gives none: check the env, start from a policy that "
-        "succeeds sometimes (warm_start, an easier task), or reward parts of the way",
-        ("custom_envs.TAG.env_config", "warm_start", "reward_shaping"),
+        EQUAL_REWARDS,
+        KEYS_OF_EQUAL_REWARDS,
     )
 
 
@@ -216,9 +224,15 @@ def _mismatch(window: StepWindow) -> RunFinding | None:
     return RunFinding(
         "mismatch",
         f"on the same weights the engine's logprobs differ from the trainer's by a KL of {worst:.1g} nats per token (at "
-        f"most {limit:g} is expected)",
-        "they compute in different types, or differently",
+        f"most {limit:.2g} is expected)",
+        "they compute in different types, or differently"
+        + (
+            ", or the tokens that top_p and top_k leave out have much of the mass"
+            if window.limits.is_sampling_cut
+            else ""
+        ),
         (
+            *(CUTS if window.limits.is_sampling_cut else ()),
             "actor_infer.model_args.dtype",
             "actor_train.model_args.dtype",
             "actor_infer.strategy_args.strategy_config",
@@ -311,12 +325,22 @@ def _no_gradient(window: StepWindow) -> RunFinding | None:
         max(window.values("reward_max"), default=math.nan),
     )
     rewards = f"every reward was {lowest:g}" if lowest == highest else f"rewards were {lowest:g} to {highest:g}"
+    cause, keys = (
+        (EQUAL_REWARDS, KEYS_OF_EQUAL_REWARDS)
+        if lowest == highest
+        else (
+            "equal rewards in a group and filters of groups leave no token to train",
+            ("difficulty_mask", "query_filter_config", "zero_variance"),
+        )
+    )
+    if cut:
+        cause, keys = f"{cause}; answers that a limit cuts may have no score, or be masked", (*keys, *KEYS_OF_CUTS)
     return RunFinding(
         "no_gradient",
         f"none of the last {len(window.steps)} steps had a gradient ({silent:.0f} of {num_groups:.0f} groups without "
         f"signal, {rewards}, a token limit cut {cut:.0%} of the episodes)",
-        "equal rewards in a group and filters of groups or of cut episodes leave no token to train",
-        ("difficulty_mask", "query_filter_config", "max_len_mask", "zero_variance", *ANSWER_KEYS),
+        cause,
+        keys,
         window.has(MIN_STEPS),
     )
 

@@ -163,7 +163,7 @@ def config_import(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Its configurations.", show_default=False)],
     out: Annotated[Path, typer.Option("--out", "-o", help="New file, or folder for several.", show_default=False)],
     trial: Annotated[
-        bool, typer.Option("--trial", help="With the tiny policy on CPUs, to see the run train on this machine.")
+        bool, typer.Option("--trial", help="With tiny models on CPUs, to see the run train on this machine.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
 ) -> None:

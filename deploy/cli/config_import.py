@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from offbeat.deploy.config.errors import ConfigError
-from offbeat.deploy.config.importing.fitting import check_imported
+from offbeat.deploy.config.importing.fitting import check_imported, find_issues
 from offbeat.deploy.config.importing.report import Imported
 from offbeat.deploy.config.importing.roll import import_roll
-from offbeat.deploy.config.importing.trial import make_trial
+from offbeat.deploy.config.importing.trial import describe_trial, make_trial
 from offbeat.deploy.config.importing.trl import import_trl
 from offbeat.deploy.config.importing.verl import import_verl
 from offbeat.deploy.config.importing.writing import to_text, to_yaml
@@ -25,7 +25,7 @@ def import_files(
 ) -> None:
     """Import files and print their reports; several files need a folder.
 
-    trial: with the tiny policy on CPUs.
+    trial: with tiny models on CPUs.
 
     Raises:
         ImportFailedError: an unreadable file, or an existing one of ours without `force`.
@@ -55,5 +55,7 @@ def _import(library: str, file: Path, *, trial: bool) -> Imported:
     except ConfigError as error:
         raise ImportFailedError(f"{file}: {error}") from error
     if trial:
-        imported = replace(imported, tree=make_trial(imported.tree))
+        replaced = tuple(describe_trial(imported.tree))
+        tree = make_trial(imported.tree)
+        imported = replace(imported, tree=tree, trial=replaced, to_do=tuple(find_issues(tree)))
     return imported if imported.to_do else imported.with_to_do(check_imported(imported.tree))

@@ -75,9 +75,29 @@ class _Samples:
         return describe_samples(self._shown)
 
 
+class _Deaths:
+    """Reporter of each death of a part, once."""
+
+    def __init__(self) -> None:
+        self._restarts: dict[str, int] = {}
+        self._causes: dict[str, str] = {}
+
+    def describe_new(self, view: RunView) -> list[str]:
+        lines: list[str] = []
+        for name, part in view.components.items():
+            if part.health is Health.DEAD:
+                self._causes[name] = part.detail
+            if part.restarts > self._restarts.get(name, 0):
+                cause = self._causes.pop(name, "")
+                lines.append(f"{name} died{f': {cause}' if cause else ''}; restart {part.restarts}")
+            self._restarts[name] = part.restarts
+        return lines
+
+
 class RunLineView:
     def __init__(self, console: Console, began: float, logging_steps: int = 1) -> None:
         self._console = console
+        self._deaths = _Deaths()
         self._every = logging_steps
         self._samples = _Samples(logging_steps)
         self._last_row = -1
@@ -97,6 +117,8 @@ class RunLineView:
     def starting(self, up: Collection[str]) -> None: ...
 
     def show(self, view: RunView, history: RunHistory) -> None:
+        for line in self._deaths.describe_new(view):
+            self.print(line)
         state = describe_state(view)
         now = time.monotonic()
         kind = state.translate(NO_DIGITS)  # that a count goes up is no change
@@ -123,6 +145,7 @@ class RunTerminalView:
 
     def __init__(self, run_id: str, console: Console, began: float, logging_steps: int = 1) -> None:
         self._samples = _Samples(logging_steps)
+        self._deaths = _Deaths()
         self._run_id = run_id
         self._console = console
         self._live = Live(console=console, auto_refresh=False, transient=True)
@@ -150,6 +173,8 @@ class RunTerminalView:
 
     def show(self, view: RunView, history: RunHistory) -> None:
         if self._open:
+            for line in self._deaths.describe_new(view):
+                self.print(line)
             if text := self._samples.describe_new(history):
                 self.print(text)
             elapsed = time.time() - self._began
@@ -201,7 +226,9 @@ def _parts(view: RunView) -> list[str]:
 
 def describe_state(view: RunView) -> str:
     if view.state is RunState.RUNNING:
-        return view.phase or "running"
+        phase = view.phase or "running"
+        absent = [name for name, part in view.components.items() if part.health in (Health.DEAD, Health.STARTING)]
+        return f"{phase}, starting again: {', '.join(absent)}" if absent else phase
     if view.state is RunState.STARTING:
         waits = [
             f"{name} {part.detail}" if part.health is Health.ABSENT and part.detail else name

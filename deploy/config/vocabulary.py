@@ -49,8 +49,9 @@ def _words(config: RunConfig) -> Iterator[str]:
 
 def _words_of_teachers(config: RunConfig) -> Iterator[str]:
     """Yield tiny teachers' words in the order of their ids, which the policy needs."""
-    for teacher in config.teacher.values():
-        vocabulary = read_tiny_vocabulary(Path(teacher.model_args.model_name_or_path))
+    folders = [teacher.model_args.own_folder for teacher in config.teacher.values()]
+    for folder in filter(None, folders):
+        vocabulary = read_tiny_vocabulary(Path(folder))
         words = sorted(vocabulary, key=vocabulary.__getitem__)
         yield from (word for word in words if word not in SPECIAL_TOKENS)
 

@@ -232,7 +232,8 @@ def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> No
             if has_episodes or before is not None:
                 table.add_row(f"{measure}, {sampling}", _format(before), _format(after))
     if training := report.get("training_loss"):
-        table.add_row("loss of training rows", _format(training["before"], ".4f"), _format(training["after"], ".4f"))
+        of = "new pairs" if has_episodes else "training rows"
+        table.add_row(f"loss of {of}", _format(training["before"], ".4f"), _format(training["after"], ".4f"))
     losses = [_newest_measure(report, kind, "loss", "loss") for kind in ("before", "after")]
     if any(loss is not None for loss in losses):
         table.add_row("loss of validation rows", *(_format(loss, ".4f") for loss in losses))
@@ -241,7 +242,7 @@ def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> No
     missing = [_newest_measure(report, kind, "sampled", "success_missing") for kind in ("before", "after")]
     if any(missing):
         table.add_row("episodes without success", *(_format(share, ".0%") for share in missing))
-    console.print(table)
+    console.print(table if report["evaluations"] or not has_episodes else f"{table.title}, without an evaluation")
     if report["groups_failed"]:
         console.print(f"{advise_failed(report['groups_failed'])}.", soft_wrap=True)
     if report["baselines"]:

@@ -63,3 +63,25 @@ def test_teachers_give_the_same_weights_wherever_they_are(redis_server: str, tmp
         assert run.start().wait(timeout=240) == 0, run.complaint()
         for name, tensor in expected.items():
             assert torch.equal(tensor, run.weights(6)[name]), name
+
+
+TINY = ("teacher.lake.model_args.model_name_or_path=tiny", "max_steps=2", "save_steps=2")
+
+
+def test_a_tiny_teacher_is_the_same_model_wherever_it_is(redis_server: str, tmp_path: Path) -> None:
+    """And another one than the policy, which it would have nothing to teach."""
+    with a_data_run(redis_server, tmp_path, "inside", "distill", TINY) as inside:
+        assert inside.start().wait(timeout=240) == 0, inside.complaint()
+        expected = inside.weights(2)
+        divergences = [each.values["kd_loss"].value for each in inside.records() if "kd_loss" in each.values]
+    assert all(divergence > 0.01 for divergence in divergences)
+    with a_data_run(redis_server, tmp_path, "beside", "distill", (*TINY, *IN_SERVICE)) as run:
+        start_scorer(run, "a")
+        assert run.start().wait(timeout=240) == 0, run.complaint()
+        for name, tensor in expected.items():
+            assert torch.equal(tensor, run.weights(2)[name]), name
+    with a_data_run(redis_server, tmp_path, "written", "distill", (*TINY, *IN_FILES)) as run:
+        assert prepare_run(run.config) == {"teacher.lake": 25}
+        assert run.start().wait(timeout=240) == 0, run.complaint()
+        for name, tensor in expected.items():
+            assert torch.equal(tensor, run.weights(2)[name]), name

@@ -17,10 +17,6 @@ from offbeat.deploy.config.importing.roll import import_roll
 from offbeat.deploy.config.importing.trial import make_trial
 from offbeat.deploy.config.loader import load_run
 from offbeat.services.chat.tokenizer import load_tokenizer
-from offbeat.trainer.config.actor_train import ModelArgs
-from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
-from offbeat.trainer.models.loading import load_policy
-from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.integration.data_run import a_worker
 from tests.integration.learner_run import killed_at_exit, prepared_run
 from tests.paths import ROOT
@@ -159,12 +155,7 @@ def test_rolls_rlvr_file_trains_after_its_import(tmp_path: Path):
 @pytest.mark.slow
 def test_rolls_distillation_file_trains_after_its_import(redis_server: str, tmp_path: Path):
     rows = [{"question_zh": f"{n} 加 二", "answer_zh": f"等于 {n + 2}"} for n in range(16)]
-    words = dict.fromkeys(word for row in rows for text in row.values() for word in text.split())
-    teacher = tmp_path / "teacher"
-    write_tiny_policy(teacher, TinyPolicyConfig(num_hidden_layers=1), list(words))
-    load_policy(teacher, ModelArgs(), seed=7).model.save_pretrained(teacher)
-    values = [f"teacher.teacher.model_args.model_name_or_path={teacher}", "tiny.num_hidden_layers=1"]
-    config = load_run(import_trial("distill", rows, tmp_path), values)
+    config = load_run(import_trial("distill", rows, tmp_path), ["tiny.num_hidden_layers=1"])
     assert config.distill.logits_topk == 64
     with prepared_run(redis_server, config) as run, killed_at_exit(run.learners), a_worker(run, "worker"):
         assert run.start().wait(timeout=240) == 0, run.complaint()

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from offbeat.services.diagnosis import (
     RULES,
@@ -122,6 +123,15 @@ def test_a_run_that_ends_after_few_steps_without_a_gradient_says_what_they_were(
     )
     assert "every reward was 0, a token limit cut 75% of the episodes" in said
     assert "KL" not in said
+    assert "start from a policy that succeeds sometimes" in said
+    assert "max_new_tokens" in said
+    untrained["episodes_truncated"] = 0.0
+    assert "max_new_tokens" not in describe_untrained(
+        diagnose(steps(2, groups_without_signal=8.0, reward_max=0.0, **untrained), LIMITS)
+    )
+    filtered = describe_untrained(diagnose(steps(2, groups_without_signal=8.0, reward_max=1.0, **untrained), LIMITS))
+    assert "difficulty_mask" in filtered
+    assert "start from" not in filtered
 
 
 def test_a_learner_that_waits_is_told_what_for():
@@ -172,6 +182,25 @@ def test_limits_of_a_run_have_its_longest_answer():
 
     for name, longest in (("frozen_lake_smollm2", 1), ("quickstart", 4)):
         assert read_run(Path(name)).limits.answer_tokens == longest
+
+
+def test_a_cut_distribution_is_no_mismatch():
+    """The logprobs of an engine with top_p are of what is kept, the trainer's of all: no sign of types that differ."""
+    from offbeat.deploy.config.loader import load_run
+    from offbeat.services.generation.hf.sampler import truncate
+    from offbeat.trainer.algorithms.kl import k3
+
+    logits = 3 * torch.randn(500, 50, generator=torch.Generator().manual_seed(0))
+    kept = truncate(logits, torch.zeros(500, 1, dtype=torch.int64), torch.full((500, 1), 0.99)).log_softmax(-1)
+    worst = float(k3(kept, logits.log_softmax(-1))[kept.isfinite()].max())
+    limits = load_run(Path("deploy/configs/quickstart.yaml"), ["actor_infer.generating_args.top_p=0.99"]).limits
+    assert 1e-5 < worst < limits.mismatch_kl < 1e-4
+    assert not [each for each in diagnose(steps(actor__mismatch_kl_fresh=worst), limits) if each.name == "mismatch"]
+    cut = load_run(Path("deploy/configs/quickstart.yaml"), ["actor_infer.generating_args.top_k=100"]).limits
+    assert limits.mismatch_kl < 1e-3 < cut.mismatch_kl < 2e-3
+    (finding,) = diagnose(steps(actor__mismatch_kl_fresh=1e-3), limits)
+    assert "top_p and top_k leave out" in str(finding)
+    assert "top_p" not in str(diagnose(steps(actor__mismatch_kl_fresh=1e-3), LIMITS)[0])
 
 
 def test_entropy_that_fell_while_groups_are_silent_is_a_collapse():

@@ -118,7 +118,7 @@ def _check_teacher(config: AlgorithmConfig, tags: Collection[str]) -> Iterator[C
         )
     for name, teacher in config.teacher.items():
         folder = teacher.model_args.model_name_or_path
-        if not Path(folder).is_dir():
+        if not teacher.model_args.is_tiny and not Path(folder).is_dir():
             path = f"teacher.{name}.model_args.model_name_or_path"
             yield ConfigIssue(path, f"no such folder: {folder}; set it to a local Hugging Face folder")
         for position, tag in enumerate(teacher.tag_included):

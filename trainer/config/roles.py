@@ -11,6 +11,8 @@ from offbeat.trainer.config.conditions import ConditionalConfig, NotWith, OnlyWi
 
 TrainDtype = Literal["float32", "bfloat16", "float16"]
 
+TINY = "tiny"
+"""Model without a folder, small and with random weights."""
 UNSUPPORTED = {
     "megatron_infer": "frozen models are not split: deepspeed_infer shards their weights",
     "fsdp2_infer": "deepspeed_infer does the same",
@@ -25,6 +27,15 @@ class RoleModelArgs(Config):
     """Local Hugging Face folder of the weights; None: the policy's first."""
     dtype: TrainDtype | None = None
     attn_implementation: AttentionName | None = None
+
+    @property
+    def own_folder(self) -> str | None:
+        """Return the folder of weights that are not the policy's first."""
+        return self.model_name_or_path
+
+    def choose_seed(self, seed: int) -> int:
+        """Return the seed of random weights."""
+        return seed
 
     @property
     def overrides(self) -> dict[str, object]:
@@ -132,7 +143,20 @@ class ReferenceConfig(Config):
 
 class TeacherModelArgs(RoleModelArgs):
     model_name_or_path: str = Field(min_length=1)  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Local Hugging Face folder, with the policy's tokenizer."""
+    """Local Hugging Face folder, with the policy's tokenizer; `tiny`: random weights of a tiny policy's size, other than the
+    policy's, to try a run without a teacher.
+    """
+
+    @property
+    def is_tiny(self) -> bool:
+        return self.model_name_or_path == TINY
+
+    @property
+    def own_folder(self) -> str | None:
+        return None if self.is_tiny else self.model_name_or_path
+
+    def choose_seed(self, seed: int) -> int:
+        return seed + 1 if self.is_tiny else seed
 
 
 class TeacherConfig(Config):

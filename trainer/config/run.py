@@ -1,3 +1,4 @@
+import math
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -19,6 +20,16 @@ from offbeat.trainer.config.learner import LearnerConfig
 MISMATCH_KL = {"float32": 1e-6, "bfloat16": 1e-3, "float16": 1e-3}
 """Expected KL of engine and trainer by the trainer's type, nats per token: float32 on both sides measures 1e-13,
 bfloat16 on one side 1e-5."""
+
+
+KEPT_BY_TOP_K = 0.95
+"""Mass of a distribution that `top_k` is expected to keep; a random policy's may be less."""
+
+
+def limit_cut_kl(top_p: float, top_k: int) -> float:
+    """Return the largest KL (k3) between the part of a distribution that is kept and the whole, per token."""
+    kept = min(top_p, KEPT_BY_TOP_K if top_k > 0 else 1.0)
+    return kept - 1 - math.log(kept)
 
 
 READ_AHEAD_STEPS = 2
@@ -165,7 +176,13 @@ class LearnerRunConfig(LearnerConfig):
         train = self.actor_train
         longest = max((env.max_tokens_per_step for env in self.custom_envs.values()), default=None)
         answer_tokens = longest and min(longest, self.actor_infer.generating_args.max_new_tokens)
-        return DiagnosisLimits(MISMATCH_KL[train.model_args.dtype], train.training_args.max_grad_norm, answer_tokens)
+        sampling = self.actor_infer.generating_args
+        return DiagnosisLimits(
+            MISMATCH_KL[train.model_args.dtype] + limit_cut_kl(sampling.top_p, sampling.top_k),
+            train.training_args.max_grad_norm,
+            answer_tokens,
+            is_sampling_cut=sampling.top_p < 1 or sampling.top_k > 0,
+        )
 
     @property
     def settings(self) -> Settings:

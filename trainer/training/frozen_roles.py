@@ -26,14 +26,14 @@ def load_scorer(
         ControlError: the model can't be loaded, or has another tokenizer.
     """
     config, own = run.config, role.config.model_args
-    folder = Path(own.model_name_or_path or run.first_weights)
+    folder = Path(own.own_folder or (run.first_weights if role.starts_from_policy else policy_folder))
     try:
-        if own.model_name_or_path is not None:
+        if own.own_folder is not None:
             check_same_tokens(policy_folder, folder, f"{role.name}.model_args.model_name_or_path")
         args = config.actor_train.model_args.of_role(own)
         if role.config.strategy_args.strategy_name == "vllm":
             return _open_teacher(run, role, policy_folder, folder, open_engine)
-        model = load_policy(folder, args, config.seed, config.temperature)
+        model = load_policy(folder, args, own.choose_seed(config.seed), config.temperature)
     except torch.OutOfMemoryError:
         raise
     except (ValueError, RuntimeError, OSError, ImportError) as error:

@@ -278,16 +278,18 @@ class PolicyTrainer:
             return self._policy
         return self._engine(self._load(self._run.model_folder, self._train.model_args.without_adapters))
 
-    def _load(self, folder: Path, args: ModelArgs) -> PackedPolicy:
-        return self._kick_watchdog(load_policy(folder, args, self._config.seed, self._config.temperature))
+    def _load(self, folder: Path, args: ModelArgs, seed: int | None = None) -> PackedPolicy:
+        seed = self._config.seed if seed is None else seed
+        return self._kick_watchdog(load_policy(folder, args, seed, self._config.temperature))
 
     def _check_tokens(self, role: str, args: RoleModelArgs) -> None:
-        if args.model_name_or_path is not None:
+        if args.own_folder is not None:
             key = f"{role}.model_args.model_name_or_path"
-            check_same_tokens(self._run.model_folder, Path(args.model_name_or_path), key)
+            check_same_tokens(self._run.model_folder, Path(args.own_folder), key)
 
     def _load_role(self, role: RoleModelArgs, folder: Path) -> PackedPolicy:
-        return self._load(Path(role.model_name_or_path or folder), self._train.model_args.of_role(role))
+        seed = role.choose_seed(self._config.seed)
+        return self._load(Path(role.own_folder or folder), self._train.model_args.of_role(role), seed)
 
     def _load_trained(self, folder: Path) -> PackedPolicy | PackedRewardModel:
         config = self._config

@@ -25,13 +25,12 @@ def score_keys(run: LearnerRun) -> Mapping[str, str]:
 
 def file_key(run: LearnerRun, role: ScoredRole) -> str:
     """Return the key of scores in files."""
-    folder = role.config.model_args.model_name_or_path or (
-        None if run.config.pretrain == "tiny" else run.config.pretrain
-    )
+    own = role.config.model_args
+    folder = own.own_folder or (None if run.config.pretrain == "tiny" else run.config.pretrain)
     weights = (
         _weight_files(Path(folder))
         if folder is not None
-        else [run.config.tiny.model_dump(mode="json"), run.config.seed]
+        else [run.config.tiny.model_dump(mode="json"), own.choose_seed(run.config.seed)]
     )
     args = run.config.actor_train.model_args.of_role(role.config.model_args)
     inputs = [weights, args.dtype, run.config.temperature, _distilled(run)]
@@ -62,7 +61,7 @@ def _digest(run: LearnerRun, role: ScoredRole) -> str:
         train.device,
         train.num_threads,
         config.temperature,
-        _first_weights(run) if role.starts_from_policy else None,
+        _first_weights(run) if role.config.model_args.own_folder is None else None,
         *_distilled(run),
         *(["vllm"] if role.config.strategy_args.strategy_name == "vllm" else []),
     ]

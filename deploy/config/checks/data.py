@@ -170,7 +170,7 @@ def _check_distillation(config: RunConfig) -> Iterator[ConfigIssue]:
         )
     for name, teacher in config.teacher.items():
         key, folder = f"teacher.{name}.model_args.model_name_or_path", teacher.model_args.model_name_or_path
-        if not Path(folder).is_dir():
+        if not teacher.model_args.is_tiny and not Path(folder).is_dir():
             yield ConfigIssue(key, f"no such folder: {folder}; set it to a local Hugging Face folder")
         if teacher.strategy_args.placement == "files" and config.sampled_share:
             message = "files have no distributions of what the policy samples (distill.lmbda): take learner or service"

@@ -106,6 +106,6 @@ def _check_training(config: RunConfig) -> Iterator[ConfigIssue]:
             yield ConfigIssue(path, f"the policy has image input; {message}")
     for name, teacher in config.teacher.items():
         folder = teacher.model_args.model_name_or_path
-        if model_family(Path(folder)) is None:
+        if not teacher.model_args.is_tiny and model_family(Path(folder)) is None:
             path = f"teacher.{name}.model_args.model_name_or_path"
             yield ConfigIssue(path, f"{folder} has no image input, but the policy has")

@@ -11,9 +11,14 @@ from offbeat.trainer.models.tokenizer_check import check_same_tokens
 
 
 def check_teachers(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield frozen models that vLLM can't compute."""
+    """Yield frozen models that vLLM can't compute, and tiny teachers of other policies."""
+    for name, teacher in config.teacher.items():
+        if teacher.model_args.is_tiny and config.pretrain != "tiny":
+            path = f"teacher.{name}.model_args.model_name_or_path"
+            yield ConfigIssue(path, "tiny: for pretrain: tiny alone, whose tokenizer it has; set it to a local folder")
     strategies = {"reference": config.reference.strategy_args}
     strategies |= {f"teacher.{name}": teacher.strategy_args for name, teacher in config.teacher.items()}
+    tiny = {f"teacher.{name}" for name, teacher in config.teacher.items() if teacher.model_args.is_tiny}
     for name, strategy in strategies.items():
         if strategy.strategy_name != "vllm":
             continue
@@ -23,6 +28,7 @@ def check_teachers(config: RunConfig) -> Iterator[ConfigIssue]:
             (config.distill.teacher_temperature != 1, "vllm gives distributions at distill.teacher_temperature 1"),
             (config.actor_train.model_args.shared_prefix, "vllm scores whole sequences: leave shared_prefix out"),
             (has_vision(config), "vllm scores text alone"),
+            (name in tiny, "vllm loads weights, and a tiny teacher has none"),
         )
         message = next((text for applies, text in reasons if applies), None)
         if message is not None:
@@ -33,7 +39,7 @@ def check_tokenizers(config: RunConfig) -> Iterator[ConfigIssue]:
     """Yield teachers whose tokens are not the policy's."""
     for name, teacher in config.teacher.items():
         path, folder = f"teacher.{name}.model_args.model_name_or_path", Path(teacher.model_args.model_name_or_path)
-        if not (folder / "tokenizer.json").is_file():
+        if teacher.model_args.is_tiny or not (folder / "tokenizer.json").is_file():
             continue  # reported where the folder is read
         if (Path(config.pretrain) / "tokenizer.json").is_file():
             try:

@@ -27,7 +27,7 @@ MAX_ROUNDS = 100
 def fit(tree: Tree, reports: list[KeyReport]) -> tuple[list[KeyReport], list[ConfigIssue]]:
     """Remove unknown and ineffective keys from `tree`; return the reports and what remains to be filled in."""
     for _ in range(MAX_ROUNDS):
-        issues = _validate(tree)
+        issues = find_issues(tree)
         dropped = [issue for issue in issues if _is_dropped(issue, tree)]
         if not dropped:
             return reports, issues
@@ -35,10 +35,10 @@ def fit(tree: Tree, reports: list[KeyReport]) -> tuple[list[KeyReport], list[Con
             path = tuple(issue.path.split("."))
             reports = _report(reports, path, issue)
             remove(tree, path)
-    return reports, _validate(tree)
+    return reports, find_issues(tree)
 
 
-def _validate(tree: Tree) -> list[ConfigIssue]:
+def find_issues(tree: Tree) -> list[ConfigIssue]:
     """Return refused keys and those without effect."""
     try:
         config = RunConfig.model_validate_json(json.dumps(tree))

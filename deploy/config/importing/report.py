@@ -64,6 +64,8 @@ class Imported:
     to_do: tuple[ConfigIssue, ...] = ()
     """Values to fill in."""
     remarks: tuple[str, ...] = field(default=())
+    trial: tuple[str, ...] = field(default=())
+    """What a trial replaces; empty for the run itself."""
 
     def of_status(self, status: Status) -> list[KeyReport]:
         return [each for each in self.keys if each.outcome.status == status]

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from offbeat.deploy.config.importing.report import Outcome
-from offbeat.deploy.config.importing.roll_roles import num_devices, num_shards, template_outcome
+from offbeat.deploy.config.importing.roll_batches import num_devices, num_shards
+from offbeat.deploy.config.importing.roll_roles import template_outcome
 from offbeat.deploy.config.importing.roll_run import STEPS_DEFAULT
 from offbeat.deploy.config.importing.rules import (
     Key,

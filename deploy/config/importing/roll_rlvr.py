@@ -128,7 +128,8 @@ REWARDS: tuple[tuple[str, Rule], ...] = (
     ("rewards.*.response_length_penalty_coef", rename("reward_shaping.response_length_penalty_coef", "of all domains")),
     ("rewards.*.model_args.model_name_or_path", _model),
     ("rewards.*.use_local", same("programs run in the sandbox of the env worker", True)),
-    ("rewards.*.data_args.template", no_effect("the judge's own template is used")),
+    ("rewards.*.data_args.template", lambda key: no_effect(
+        "the judge's own template is used" if _is_judge(key) else "a rule needs no template")(key)),
     ("rewards.*.model_args.model_type", no_effect("the kind of the reward determines it")),
     ("rewards.*.infer_batch_size", no_effect("max_concurrent bounds calls, and an engine batches by itself")),
     ("rewards.*.judge_model_name", rename("rewards.*.model")),

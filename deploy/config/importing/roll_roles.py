@@ -1,8 +1,14 @@
 """ROLL's keys of roles and engines, besides `trainer/config/aliases.py`."""
 
-from typing import cast
-
 from offbeat.deploy.config.importing.report import Outcome
+from offbeat.deploy.config.importing.roll_batches import (
+    SHARDING,
+    TRAIN_CONFIG,
+    keep_accumulation,
+    keep_micro_batch,
+    num_shards,
+    read_devices,
+)
 from offbeat.deploy.config.importing.rules import (
     Key,
     Rule,
@@ -15,63 +21,16 @@ from offbeat.deploy.config.importing.rules import (
     same,
 )
 from offbeat.services.chat.template_override import TEMPLATES, replaces
-from offbeat.services.devices import parse_device_mapping
 from offbeat.services.generation.vllm.engine_arguments import engine_argument_names
 from offbeat.trainer.config.aliases import ENGINE
 
 FROZEN = ("reference", "teacher.*")
-SHARDING = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-TRAIN_CONFIG = "actor_train.strategy_args.strategy_config"
 NOT_SPLIT = (
     "fsdp2_train shards weights, gradients and moments over all processes; to split layers, set strategy_args.tp_size "
     "or pp_size"
 )
 PACKED = "sequences are always packed without padding"
 WITH_IMAGE = "vl_traj_env_manager"
-
-
-def num_shards(tree: Tree) -> int:
-    """Return the devices of one data-parallel replica of the policy."""
-    config = get_table(tree, TRAIN_CONFIG)
-    sizes = [config.get(name) for name in SHARDING]
-    sizes.append(get(tree, "actor_train.model_args.ulysses_size"))
-    product = 1
-    for size in sizes:
-        product *= size if isinstance(size, int) and size > 0 else 1
-    return product
-
-
-def num_devices(tree: Tree) -> int | None:
-    return len(_devices(tree, "actor_train")) or None
-
-
-def _devices(tree: Tree, role: str) -> tuple[int, ...]:
-    """Return a role's devices; none for an unreadable mapping, which has its own error."""
-    try:
-        devices = parse_device_mapping(get(tree, f"{role}.device_mapping"))
-    except ValueError:
-        return ()
-    return cast(tuple[int, ...], devices) if isinstance(devices, tuple) else ()
-
-
-def num_trajectories(tree: Tree) -> int | None:
-    """Return the trajectories of a batch; RLVR counts prompts."""
-    batch, size = get(tree, "rollout_batch_size"), get(tree, "num_return_sequences_in_group") or 1
-    return batch * size if isinstance(batch, int) and isinstance(size, int) else None
-
-
-def steps_of_batch(tree: Tree) -> int | None:
-    """Return ROLL's optimizer steps per batch of trajectories."""
-    args, devices = get_table(tree, "actor_train.training_args"), num_devices(tree)
-    size, steps, batch = (
-        args.get("per_device_train_batch_size"),
-        args.get("gradient_accumulation_steps"),
-        num_trajectories(tree),
-    )
-    if devices is None or batch is None or not isinstance(size, int) or not isinstance(steps, int) or size * steps <= 0:
-        return None
-    per_step = size * steps * max(1, devices // num_shards(tree))
-    return max(1, batch // per_step)
 
 
 def shows_images(tree: Tree) -> bool:
@@ -109,46 +68,6 @@ def _distributed_optimizer(key: Key) -> Outcome:
     return Outcome("value", target, 1 if key.value else 0, "ZeRO 1 shards the optimizer's state")
 
 
-def _accumulation(key: Key) -> Outcome | None:
-    """Keep ROLL's trajectories per optimizer step, although every device is data-parallel here."""
-    shards = num_shards(key.tree)
-    if get(key.tree, "actor_train.use_dynamic_batching_in_train"):
-        steps = steps_of_batch(key.tree)
-        target = ("actor_train", "training_args", "num_minibatches")
-        if steps is None:
-            return Outcome(
-                "no counterpart", note="set actor_train.training_args.num_minibatches, optimizer steps per batch"
-            )
-        return Outcome("value", target, steps, "optimizer steps per batch; micro-batches are bounded in tokens")
-    if not isinstance(key.value, int):
-        return None
-    if (fitting := _within_batch(key)) is not None:
-        return Outcome(
-            "value", key.path, fitting, "one optimizer step per batch: ROLL counted turns, trajectories count here"
-        )
-    if shards == 1:
-        return None
-    value = max(1, key.value // shards)
-    note = f"each device is a replica of its own, which took {shards} devices"
-    exact = "" if value * shards == key.value else "; trajectories per optimizer step change"
-    return Outcome("value", key.path, value, note + exact)
-
-
-def _within_batch(key: Key) -> int | None:
-    """Return the micro-batches of a whole batch, if fewer than ROLL's."""
-    devices, batch = num_devices(key.tree), num_trajectories(key.tree)
-    size = get(key.tree, "actor_train.training_args.per_device_train_batch_size") or 8
-    if devices is None or batch is None or size * (key.value // num_shards(key.tree)) * devices <= batch:
-        return None
-    return max(1, batch // (size * devices))
-
-
-def _micro_batch(key: Key) -> Outcome | None:
-    if not get(key.tree, "actor_train.use_dynamic_batching_in_train"):
-        return None
-    return Outcome("no effect", note="micro-batches are bounded in tokens (max_tokens_per_microbatch_in_train)")
-
-
 def _dynamic_tokens(key: Key) -> Outcome:
     if not get(key.tree, "actor_train.use_dynamic_batching_in_train"):
         return Outcome("no effect", note="use_dynamic_batching_in_train is not set")
@@ -172,6 +91,12 @@ def _lora_rank_of_engine(key: Key) -> Outcome | None:
     return Outcome("value", tuple(f"{ENGINE}.max_lora_rank".split(".")), key.value, "adapters are published alone")
 
 
+PACKING: tuple[tuple[str, Rule], ...] = (
+    ("use_dynamic_batching_in_train|use_dynamic_batching_in_infer|use_sequence_packing", same(PACKED)),
+    ("sequence_length_round_in_train|sequence_length_round_in_infer", no_effect(PACKED)),
+    ("max_tokens_per_microbatch_in_infer|max_tokens_per_microbatch_in_train", missing("set infer_batch_size")),
+    ("sequence_packing_args.**", missing(f"{PACKED}, up to actor_train.training_args.max_tokens_per_microbatch")),
+)  # fmt: skip
 TRAINING: tuple[tuple[str, Rule], ...] = (
     ("actor_train.strategy_args.strategy_name", _train_strategy),
     (f"{TRAIN_CONFIG}.{'|'.join(SHARDING)}|virtual_pipeline_model_parallel_size", _parallel_size),
@@ -189,14 +114,11 @@ TRAINING: tuple[tuple[str, Rule], ...] = (
     (f"{TRAIN_CONFIG}.reshard_after_forward", same("", True)),
     (f"{TRAIN_CONFIG}.max_grad_norm", same("actor_train.training_args.max_grad_norm")),
     (f"{TRAIN_CONFIG}.**", missing("a setting of that engine's speed or memory alone")),
-    ("actor_train.training_args.per_device_train_batch_size", _micro_batch),
-    ("actor_train.training_args.gradient_accumulation_steps", _accumulation),
+    ("actor_train.training_args.per_device_train_batch_size", keep_micro_batch),
+    ("actor_train.training_args.gradient_accumulation_steps", keep_accumulation),
     ("actor_train.training_args.warmup_ratio", _warmup_ratio),
     ("actor_train.max_tokens_per_microbatch_in_train", _dynamic_tokens),
-    ("*.use_dynamic_batching_in_train|use_dynamic_batching_in_infer|use_sequence_packing", same(PACKED)),
-    ("*.sequence_length_round_in_train|sequence_length_round_in_infer", no_effect(PACKED)),
-    ("*.max_tokens_per_microbatch_in_infer|max_tokens_per_microbatch_in_train", missing("set infer_batch_size")),
-    ("*.sequence_packing_args.**", missing(f"{PACKED}, up to actor_train.training_args.max_tokens_per_microbatch")),
+    *((f"{role}.{name}", rule) for role in ("*", "teacher.*") for name, rule in PACKING),
     ("actor_infer.model_args.lora_rank", _lora_rank_of_engine),
     ("actor_infer.model_args.lora_*", same("as actor_train")),
     ("actor_infer.model_args.lora_target|lora_alpha|lora_dropout", same("as actor_train")),
@@ -237,8 +159,8 @@ def _same_devices(key: Key) -> Outcome | None:
 
 def _own_devices(key: Key) -> Outcome | None:
     """Keep the critic's devices if no other role has any of them."""
-    others = {number for role in ("actor_train", "actor_infer") for number in _devices(key.tree, role)}
-    return _same_devices(key) if others.intersection(_devices(key.tree, "critic")) else None
+    others = {number for role in ("actor_train", "actor_infer") for number in read_devices(key.tree, role)}
+    return _same_devices(key) if others.intersection(read_devices(key.tree, "critic")) else None
 
 
 def _frozen_strategy(key: Key) -> Outcome | None:

@@ -1,7 +1,8 @@
-"""Trial of an imported run, with the tiny policy on CPUs."""
+"""Trial of an imported run, with tiny models on CPUs."""
 
 import copy
 import json
+from collections.abc import Iterator
 
 from pydantic import ValidationError
 
@@ -10,8 +11,10 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.envs.prompts import IMAGE
 from offbeat.services.generation.config import VllmConfig
 from offbeat.trainer.config.aliases import ENGINE
+from offbeat.trainer.config.roles import TINY
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 
+MANAGERS = ("train_env_manager", "val_env_manager")
 ROLES = ("actor_train", "actor_infer", "critic", "reference")
 MODEL_ARGS = ("model_name_or_path", "attn_implementation", "dtype")
 GPU_ARGUMENTS = ("gpu_memory_utilization", "tensor_parallel_size", "pipeline_parallel_size", "block_size")
@@ -30,8 +33,12 @@ DEVICE_KEYS = (
     *(f"{ENGINE}.{name}" for name in ("max_model_len", *GPU_ARGUMENTS)),
 )
 """Keys of model, GPUs and their machine's folders."""
-REWARD_CPUS = 0.5
-"""Of two, an engine reserves 1 and an env worker 0.5."""
+REWARD_KEYS = ("name", "tags", "weight", "threshold")
+"""Of a reward by a model, what its stand-in keeps."""
+MAX_ANSWER_TOKENS = 256
+"""A random policy's greedy answers never end."""
+STAND_IN = {"kind": "regex", "pattern": "(..)*", "match": "full"}
+"""Reward of a response with an even number of characters, of which any policy has some."""
 
 
 def num_minibatches(tree: Tree) -> int | None:
@@ -48,17 +55,17 @@ def make_trial(tree: Tree) -> Tree:
     for key in DEVICE_KEYS:
         remove(tree, tuple(key.split(".")))
     for name in list(get(tree, "teacher", {})):
-        for part in ("device_mapping", *(f"model_args.{arg}" for arg in MODEL_ARGS[1:])):
+        for part in ("device_mapping", "model_args", "strategy_args.strategy_name"):
             remove(tree, ("teacher", name, *part.split(".")))
-    for reward in tree.get("rewards", ()):
-        arguments = (f"strategy_args.strategy_config.{name}" for name in GPU_ARGUMENTS)
-        for part in ("device", "device_mapping", "model_args.attn_implementation", *arguments):
-            remove(reward, tuple(part.split(".")))
-    _reserve_cpus(tree)
+        put(tree, ("teacher", name, "model_args", "model_name_or_path"), TINY)
+    if rewards := tree.get("rewards"):
+        tree["rewards"] = [_stand_in(reward) if reward.get("model_args") else reward for reward in rewards]
     if steps is not None:
         put(tree, ("actor_train", "training_args", "num_minibatches"), steps)
     _sample_on_cpus(tree)
-    tree["pretrain"] = "tiny"
+    for table, name in _answer_limits(tree):
+        table[name] = min(table[name], MAX_ANSWER_TOKENS)
+    tree["pretrain"] = TINY
     for role in ROLES[:2]:
         remove(tree, (role, "device"))
         put(tree, (role, "device"), "cpu")
@@ -70,11 +77,32 @@ def make_trial(tree: Tree) -> Tree:
     return tree
 
 
-def _reserve_cpus(tree: Tree) -> None:
-    """Let models that score answers fit beside an engine and an env worker on two cores."""
-    scoring = [reward for reward in tree.get("rewards", ()) if reward.get("model_args")]
-    for reward in scoring:
-        reward["cpus_per_replica"] = round(REWARD_CPUS / len(scoring), 2)
+def describe_trial(tree: Tree) -> Iterator[str]:
+    """Yield what `make_trial` replaces in a tree."""
+    yield "the tiny policy on CPUs, in place of pretrain and devices"
+    longest = max((table[name] for table, name in _answer_limits(tree)), default=0)
+    if longest > MAX_ANSWER_TOKENS:
+        yield f"answers of at most {MAX_ANSWER_TOKENS} tokens, in place of {longest}"
+    for name in get(tree, "teacher", {}):
+        yield f"teacher.{name}: random weights of the tiny policy's size, in place of its model"
+    for reward in tree.get("rewards", ()):
+        if reward.get("model_args"):
+            yield (
+                f"rewards: {reward['name']} ({reward['kind']}) is 1 for a response with an even number of characters, in "
+                "place of its model"
+            )
+
+
+def _answer_limits(tree: Tree) -> Iterator[tuple[Tree, str]]:
+    """Yield tables and names of limits on an answer's tokens."""
+    tables = [get_table(tree, f"{role}.generating_args") for role in ("actor_infer", *MANAGERS)]
+    named = [(table, "max_new_tokens") for table in tables]
+    named += [(env, "max_tokens_per_step") for env in get_table(tree, "custom_envs").values()]
+    yield from ((table, name) for table, name in named if isinstance(table.get(name), int))
+
+
+def _stand_in(reward: Tree) -> Tree:
+    return {name: value for name, value in reward.items() if name in REWARD_KEYS} | STAND_IN
 
 
 def _sample_on_cpus(tree: Tree) -> None:

@@ -26,6 +26,8 @@ def to_yaml(imported: Imported, library: str) -> str:
     order = {name: place for place, name in enumerate(("exp_name", "pipeline", "pretrain", *RunConfig.model_fields))}
     tree = dict(sorted(imported.tree.items(), key=lambda item: order.get(item[0], len(order))))
     lines = [f"# Imported by `offbeat config import {library} {imported.source.name}`."]
+    if imported.trial:
+        lines += ["#", "# Trial:", *(f"#   {_one_line(each)}" for each in imported.trial)]
     if left_out := imported.of_status("no counterpart"):
         lines += ["#", "# Left out:", *(f"#   {_one_line(each)}" for each in left_out)]
     body = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, default_flow_style=None, allow_unicode=True, width=120)
@@ -35,7 +37,7 @@ def to_yaml(imported: Imported, library: str) -> str:
 def to_text(imported: Imported, out: str) -> Iterator[str]:
     """Yield the report's lines: keys by outcome."""
     yield f"{imported.source} -> {out}"
-    for remark in imported.remarks:
+    for remark in (*imported.remarks, *(f"trial: {each}" for each in imported.trial)):
         yield f"  {_one_line(remark)}"
     for status in STATUSES:
         keys = imported.of_status(status)

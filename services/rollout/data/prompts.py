@@ -9,6 +9,7 @@ import zlib
 from array import array
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,10 @@ from offbeat.services.rollout.tasks import Task
 SHARE_ERROR = 1e-6
 MAX_CACHED_ROWS = 32
 """With images, of up to 1 MB each."""
+
+
+MAX_SCANNED, MAX_SHOWN = 10_000, 5
+"""Rows and values of an error message."""
 
 
 class Interleaving:
@@ -69,7 +74,18 @@ class DomainRows:
         for tag, rows in self.by_tag.items():
             if not len(rows):
                 values = ", ".join(value for value, its_tag in self._tag_of.items() if its_tag == tag)
-                raise ValueError(f"{path}: no row is of {tag}: none has {values} in the column {self._column!r}")
+                raise ValueError(
+                    f"{path}: no row is of {tag}: none has {values} in the column {self._column!r}{self._describe_others()}"
+                )
+
+    def _describe_others(self) -> str:
+        """Return values of rows without a tag, and how to give them one."""
+        values = (str(row.get(self._column)) for row in self.rows.scan((self._column,)) if self._column in row)
+        others = list(dict.fromkeys(value for value in islice(values, MAX_SCANNED) if value not in self._tag_of))
+        if not others:
+            return ""
+        shown = ", ".join([*others[:MAX_SHOWN], *(["..."] if len(others) > MAX_SHOWN else [])])
+        return f", where rows have {shown}: assign them by data.tag_included"
 
     @property
     def num_left_out(self) -> int:

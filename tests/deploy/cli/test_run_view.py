@@ -28,7 +28,13 @@ from offbeat.services.telemetry import MetricRecord, Partial, mean
 from offbeat.services.text_samples import TextSample
 
 
-def view(state: RunState = RunState.RUNNING, learner: Health = Health.READY, phase: str = "training") -> RunView:
+def view(
+    state: RunState = RunState.RUNNING,
+    learner: Health = Health.READY,
+    phase: str = "training",
+    detail: str = "",
+    restarts: int = 0,
+) -> RunView:
     counters = CountersView(
         admitted=30, submitted=20, trained=16, dropped={"stale": 2}, failed={"timeout": 1}, in_flight=11
     )
@@ -48,7 +54,7 @@ def view(state: RunState = RunState.RUNNING, learner: Health = Health.READY, pha
         started_at=0.0,
         running_at=0.0,
         ended_at=0.0,
-        components={"learner": ComponentView(health=learner, detail="", restarts=1)},
+        components={"learner": ComponentView(health=learner, detail=detail, restarts=restarts)},
         counters=counters,
         settings=SettingsView(
             num_workers=1, num_replicas=1, learning_rate=1e-3, temperature=1.0, max_staleness=1.0, num_env_groups=8
@@ -83,7 +89,7 @@ def text_of(image: object) -> str:
 
 
 def test_the_live_view_shows_what_matters():
-    shown = text_of(render(view(), history(), 65.0))
+    shown = text_of(render(view(restarts=1), history(), 65.0))
     for part in ("step 2/10", "1:05", "rollouts 0.50", "evaluation 0.50 (step 2)", "at first 0.12", "mean 1.00, max 1"):
         assert part in shown, part
     for part in ("16 trained", "dropped stale 2", "timeout 1", "restarted 1x", "pause 40 ms"):
@@ -121,6 +127,7 @@ def test_the_state_says_who_is_waited_for():
         == "starting: learner (warming up 3/300)"
     )
     assert describe_state(view(RunState.DRAINING)) == "draining"
+    assert describe_state(view(learner=Health.STARTING)) == "training, starting again: learner"
 
 
 def test_a_run_without_records_has_an_empty_summary():
@@ -142,6 +149,22 @@ def test_a_pipe_gets_a_line_when_something_changes_and_not_at_each_poll():
     assert "starting: learner" in lines[0]
     assert "step 2/10" in lines[1]
     assert lines[2] == "[not] markup"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_death_is_told_once_with_its_cause(terminal: bool):
+    file = io.StringIO()
+    with open_view("lake", Console(file=file, width=200, force_terminal=terminal, highlight=False)) as shown:
+        shown.show(view(), history())
+        shown.show(view(learner=Health.DEAD, detail="killed by SIGKILL"), history())
+        for _ in range(2):
+            shown.show(view(learner=Health.STARTING, restarts=1), history())
+        shown.show(view(restarts=2), history())
+    told = [line for line in file.getvalue().splitlines() if "died" in line]
+    assert [line[line.index("learner") :].strip() for line in told] == [
+        "learner died: killed by SIGKILL; restart 1",
+        "learner died; restart 2",
+    ]
 
 
 def test_a_terminal_gets_one_panel_that_goes_away():

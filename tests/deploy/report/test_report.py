@@ -221,10 +221,16 @@ def test_the_table_tells_spread_length_pass_at_k_and_each_tag(config: RunConfig,
 def test_the_table_names_held_out_tasks_if_there_are_episodes(
     config: RunConfig, tmp_path: Path, pipeline: str, is_named: bool
 ):
-    report = build_report(config, RunHistory(), None, baselines={}, startup_s={}, ended_at=1.0)
-    out = io.StringIO()
-    show_report({**report, "pipeline": pipeline}, tmp_path, Console(file=out, width=120))
-    assert ("on held-out tasks" in out.getvalue()) is is_named
+    history = RunHistory()
+    labels = {"when": "before", "sampling": "sampled"}
+    history.add([("1-0", MetricRecord("eval", {"reward": mean([0.5])}, 0, labels, 1.0))])
+    for evaluated, shown in ((history, is_named), (RunHistory(), False)):
+        report = build_report(config, evaluated, None, baselines={}, startup_s={}, ended_at=1.0)
+        out = io.StringIO()
+        show_report({**report, "pipeline": pipeline}, tmp_path, Console(file=out, width=120))
+        assert ("on held-out tasks" in out.getvalue()) is shown
+        is_told = "0 steps, 0 s, without an evaluation" in out.getvalue()
+        assert is_told is (evaluated is not history and is_named)
 
 
 def test_a_data_pipelines_report_tells_its_losses(tmp_path: Path):
@@ -241,6 +247,11 @@ def test_a_data_pipelines_report_tells_its_losses(tmp_path: Path):
     out = io.StringIO()
     show_report(report, tmp_path, Console(file=out, width=120))
     assert "held-out tasks" not in out.getvalue()
+    assert "new pairs" not in out.getvalue()
+    online = io.StringIO()
+    show_report({**report, "pipeline": "online_dpo"}, tmp_path, Console(file=online, width=120))
+    assert "loss of new pairs" in online.getvalue()
+    assert "training rows" not in online.getvalue()
     table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.getvalue().splitlines() if "loss" in line]
     assert table == [
         ["loss of training rows", "1.8333", "1.8333"],

@@ -62,6 +62,20 @@ def test_a_step_is_that_of_the_same_pairs_as_rows(folder: Path):
     assert not torch.equal(online, train(folder, "online_dpo", GROUPS, reference=3)[0])
 
 
+def test_a_step_raises_the_margins_of_its_own_pairs(folder: Path):
+    """From 0, where policy and reference are equal. Those of a run's next pairs, which it plays itself, may still fall."""
+    config = LearnerConfig.model_validate(
+        {"pipeline": "online_dpo", "actor_train": {"training_args": {"learning_rate": 1e-3}}}
+    )
+    policy = PlainEngine(load_policy(folder, ModelArgs(), seed=1))
+    reference = FrozenModel(load_policy(folder, ModelArgs(), seed=1), ALONE)
+    trainer = DataTrainer(config, StepModels(policy, reference=reference), ALONE)
+    margins = [train_on(trainer, GROUPS, step)["rewards/margins"].value for step in range(4)]
+    assert margins[0] == 0.0
+    assert margins == sorted(margins)
+    assert margins[-1] > 0.0
+
+
 def test_a_batch_without_pairs_trains_nothing(folder: Path):
     unchanged = torch.cat([t.flatten() for _, t in PlainEngine(load_policy(folder, ModelArgs(), seed=1)).tensors()])
     weights, gauges = train(folder, "online_dpo", [GROUPS[1]])

@@ -225,6 +225,17 @@ def test_a_teacher_with_other_tokens_than_the_policy_is_refused_before_the_start
     )
 
 
+def test_a_tiny_teacher_needs_a_tiny_policy(tmp_path: Path):
+    path = "teacher.lake.model_args.model_name_or_path"
+    assert load(tmp_path, "distill", f"{path}=tiny").teacher["lake"].model_args.own_folder is None
+    issues = refused(
+        tmp_path, "distill", f"{path}=tiny", f"pretrain={tmp_path / 'teacher'}", "tiny.num_hidden_layers=4"
+    )
+    assert issues[path].startswith("tiny: for pretrain: tiny alone")
+    issues = refused(tmp_path, "distill", f"{path}=tiny", *BY_VLLM)
+    assert "a tiny teacher has none" in issues["teacher.lake.strategy_args.strategy_name"]
+
+
 def test_a_reference_needs_a_loss_that_has_one(tmp_path: Path):
     assert load(tmp_path, "dpo").needs_reference
     assert not load(tmp_path, "dpo", "dpo.loss_type=simpo").needs_reference

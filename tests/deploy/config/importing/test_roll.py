@@ -154,6 +154,22 @@ def test_megatron_of_several_devices_becomes_fsdp_with_the_same_optimizer_steps(
     assert outcomes(imported)[key][0] == "no counterpart"
 
 
+def test_shards_without_accumulation_share_the_micro_batch(tmp_path: Path):
+    """As in ROLL's example of on-policy distillation, whose file was refused: 4 pipelines of 2 devices took 8 each."""
+    tree = yaml.safe_load(FROZEN_LAKE.read_text())["actor_train"]
+    tree["strategy_args"]["strategy_config"]["pipeline_model_parallel_size"] = 2
+    tree["training_args"] |= {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    imported = import_roll(write_variant(tmp_path, yaml.safe_dump({"actor_train": tree, "rollout_batch_size": 64})))
+    assert imported.to_do == ()
+    train = validate_tree(imported.tree).actor_train
+    assert (train.training_args.per_device_train_batch_size, train.num_processes) == (4, 8)
+    assert train.training_args.num_minibatches == 2
+    tree["training_args"]["gradient_accumulation_steps"] = 3
+    imported = import_roll(write_variant(tmp_path, yaml.safe_dump({"actor_train": tree, "rollout_batch_size": 96})))
+    args = validate_tree(imported.tree).actor_train.training_args
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps, args.num_minibatches) == (4, 3, 1)
+
+
 def sglang_role(**config: object) -> str:
     """A file's engines as ROLL's example of SGLang has them, of two GPUs each."""
     tree = yaml.safe_load(FROZEN_LAKE.read_text())["actor_infer"]

@@ -10,10 +10,8 @@ import yaml
 from offbeat.deploy.config.importing.fitting import check_imported
 from offbeat.deploy.config.importing.report import KeyReport
 from offbeat.deploy.config.importing.roll import import_roll, translate_roll
-from offbeat.deploy.config.importing.trial import make_trial
+from offbeat.deploy.config.importing.trial import describe_trial, make_trial
 from offbeat.deploy.config.loader import load_run, validate_tree
-from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
-from offbeat.trainer.models.tiny import write_tiny_policy
 
 FILES = Path(__file__).parent / "roll"
 DPO = FILES / "dpo" / "qwen2.5-3B_dpo_megatron.yaml"
@@ -29,7 +27,9 @@ def by_key(reports: list[KeyReport]) -> dict[str, KeyReport]:
     return {".".join(each.key): each for each in reports if each.key}
 
 
-@pytest.mark.parametrize(("file", "row"), [(DPO, PAIR), (SFT, ANSWER)], ids=["dpo", "sft"])
+@pytest.mark.parametrize(
+    ("file", "row"), [(DPO, PAIR), (SFT, ANSWER), (DISTILL, QUESTION)], ids=["dpo", "sft", "distill"]
+)
 def test_a_file_validates_with_model_devices_and_data_replaced(file: Path, row: dict[str, str], tmp_path: Path):
     imported = import_roll(file)
     assert imported.to_do == ()
@@ -68,9 +68,6 @@ def test_a_file_with_its_rows_has_rolls_number_of_steps(
     rows.write_text("".join(json.dumps(row) + "\n" for _ in range(64)))
     tree["data"] |= {"dataset_name": str(rows), "val_dataset_name": str(rows)}
     tree["output_dir"] = str(tmp_path / "run")
-    if "teacher" in tree:
-        write_tiny_policy(tmp_path / "teacher", TinyPolicyConfig(num_hidden_layers=1), list(row.values()))
-        tree["teacher"]["teacher"]["model_args"]["model_name_or_path"] = str(tmp_path / "teacher")
     assert check_imported(tree) == []
     path = tmp_path / "imported.yaml"
     path.write_text(yaml.safe_dump(tree))
@@ -152,15 +149,23 @@ def test_an_imported_file_runs_once_a_model_and_rows_are_there(tmp_path: Path):
     assert config.query_filter_config["math_rule"].filter_args.threshold_up == 0.9
 
 
-def test_a_trial_has_its_judge_on_cpus():
-    """And fits on two: an engine reserves one, an env worker half of one."""
-    rewards = make_trial(import_roll(RLVR).tree)["rewards"]
-    assert [reward["cpus_per_replica"] for reward in rewards if "cpus_per_replica" in reward] == [0.5]
-    judge = rewards[4]
-    assert "device" not in judge
-    assert "device_mapping" not in judge
-    assert judge["model_args"] == {"model_name_or_path": "virtuoussy/Qwen2.5-7B-Instruct-RLVR", "dtype": "bfloat16"}
-    assert judge["strategy_args"]["strategy_config"] == {"max_model_len": 8000, "load_format": "auto"}
+def test_a_trial_needs_no_model():
+    """A laptop has no room for a teacher or judge of 7B: random weights and a rule take their place."""
+    judged, taught = import_roll(RLVR).tree, import_roll(DISTILL).tree
+    reward = make_trial(judged)["rewards"][4]
+    assert reward == {"name": "llm_judge", "tags": ["llm_judge"], "kind": "regex", "pattern": "(..)*", "match": "full"}
+    assert judged["rewards"][4]["kind"] == "llm_judge", "the file itself keeps it"
+    assert make_trial(taught)["teacher"] == {"teacher": {"model_args": {"model_name_or_path": "tiny"}}}
+    assert [line.partition(":")[0] for line in describe_trial(judged)][1:] == [
+        "answers of at most 256 tokens, in place of 4096",
+        "rewards",
+    ]
+    config = validate_tree(make_trial(judged))
+    assert {env.max_tokens_per_step for env in config.custom_envs.values()} == {256}
+    assert config.actor_infer.generating_args.max_new_tokens == 256
+    assert config.val_env_manager.generating_args.max_new_tokens == 256
+    assert judged["actor_infer"]["generating_args"]["max_new_tokens"] == 4096
+    assert [line.partition(":")[0] for line in describe_trial(taught)][1:] == ["teacher.teacher"]
 
 
 def test_a_judge_on_a_cluster_has_the_model_of_reward_model(tmp_path: Path):

@@ -75,7 +75,9 @@ def test_an_evaluation_takes_each_row_once_for_its_siblings(tmp_path: Path):
 
 
 def test_a_tag_without_rows_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match="no row is of code: none has golf in the column 'tag'"):
+    with pytest.raises(
+        ValueError, match="none has golf in the column 'tag', where rows have aime, code, other: assign"
+    ):
         source(tmp_path, tag_included={"code": ("golf",)})
 
 
