@@ -1,5 +1,6 @@
 """ROLL's keys of roles and engines, besides `trainer/config/aliases.py`."""
 
+from math import ceil
 from typing import cast
 
 from offbeat.deploy.config.importing.report import Outcome
@@ -30,11 +31,11 @@ PACKED = "sequences are always packed without padding"
 WITH_IMAGE = "vl_traj_env_manager"
 
 
-def num_shards(tree: Tree) -> int:
-    """Return the devices of one data-parallel replica of the policy."""
-    config = get_table(tree, TRAIN_CONFIG)
+def num_shards(tree: Tree, role: str = "actor_train") -> int:
+    """Return the devices of one data-parallel replica of a role's model."""
+    config = get_table(tree, f"{role}.strategy_args.strategy_config")
     sizes = [config.get(name) for name in SHARDING]
-    sizes.append(get(tree, "actor_train.model_args.ulysses_size"))
+    sizes.append(get(tree, f"{role}.model_args.ulysses_size"))
     product = 1
     for size in sizes:
         product *= size if isinstance(size, int) and size > 0 else 1
@@ -60,9 +61,9 @@ def num_trajectories(tree: Tree) -> int | None:
     return batch * size if isinstance(batch, int) and isinstance(size, int) else None
 
 
-def steps_of_batch(tree: Tree) -> int | None:
-    """Return ROLL's optimizer steps per batch of trajectories."""
-    args, devices = get_table(tree, "actor_train.training_args"), num_devices(tree)
+def steps_of_batch(tree: Tree, role: str = "actor_train") -> int | None:
+    """Return ROLL's optimizer steps per pass over a batch of trajectories."""
+    args, devices = get_table(tree, f"{role}.training_args"), len(_devices(tree, role)) or None
     size, steps, batch = (
         args.get("per_device_train_batch_size"),
         args.get("gradient_accumulation_steps"),
@@ -70,7 +71,7 @@ def steps_of_batch(tree: Tree) -> int | None:
     )
     if devices is None or batch is None or not isinstance(size, int) or not isinstance(steps, int) or size * steps <= 0:
         return None
-    per_step = size * steps * max(1, devices // num_shards(tree))
+    per_step = size * steps * max(1, devices // num_shards(tree, role))
     return max(1, batch // per_step)
 
 
@@ -164,6 +165,19 @@ def _warmup_ratio(key: Key) -> Outcome | None:
     return Outcome("value", (*key.path[:-1], "warmup_steps"), round(steps * ratio), "of max_steps")
 
 
+def _warmup_steps(key: Key) -> Outcome | None:
+    """Convert optimizer steps, which ROLL counts, to batches; a critic has one pass per batch there."""
+    minibatches, epochs = steps_of_batch(key.tree, key.path[0]), get(key.tree, "ppo_epochs") or 1
+    if not isinstance(key.value, int) or key.value <= 0 or not isinstance(epochs, int):
+        return None
+    if minibatches is None:
+        return None
+    per_batch = minibatches * (epochs if key.path[0] == "actor_train" else 1)
+    if per_batch == 1:
+        return None
+    return Outcome("value", key.path, ceil(key.value / per_batch), f"batches, of {per_batch} optimizer steps each")
+
+
 def _lora_rank_of_engine(key: Key) -> Outcome | None:
     if not isinstance(key.value, int) or not get(key.tree, "actor_train.model_args.lora_target"):
         return Outcome("no effect", note="no actor_train.model_args.lora_target")
@@ -192,6 +206,7 @@ TRAINING: tuple[tuple[str, Rule], ...] = (
     ("actor_train.training_args.per_device_train_batch_size", _micro_batch),
     ("actor_train.training_args.gradient_accumulation_steps", _accumulation),
     ("actor_train.training_args.warmup_ratio", _warmup_ratio),
+    ("actor_train|critic.training_args.warmup_steps", _warmup_steps),
     ("actor_train.max_tokens_per_microbatch_in_train", _dynamic_tokens),
     ("*.use_dynamic_batching_in_train|use_dynamic_batching_in_infer|use_sequence_packing", same(PACKED)),
     ("*.sequence_length_round_in_train|sequence_length_round_in_infer", no_effect(PACKED)),

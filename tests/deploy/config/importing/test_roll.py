@@ -116,6 +116,11 @@ def test_without_a_counterpart_a_key_is_listed_in_the_report_and_the_file(tmp_pa
         ("{adv_estimator: gae, critic: {device_mapping: 'list(range(0,8))'}}", "adv_estimator", "gae"),
         ("{init_kl_coef: 0.1}", "init_kl_coef", None),
         ("{init_kl_coef: 0.1, add_token_level_kl: true}", "init_kl_coef", 0.1),
+        # groups with equal rewards have no policy loss, but a KL and an entropy
+        ("{use_kl_loss: true, kl_loss_coef: 0.1}", "zero_variance", "train"),
+        ("{entropy_loss_coef: 0.01}", "zero_variance", "train"),
+        ("{use_kl_loss: true, kl_loss_coef: 0.0}", "zero_variance", None),
+        ("{use_kl_loss: false, entropy_loss_coef: 0}", "zero_variance", None),
         ("max_ckpt_to_keep: 0", "max_ckpt_to_keep", 1_000_000),
         ("exp_name: 'a b/c'", "exp_name", "a-b-c"),
         ("rollout_dump_dir: dumps", "rollout", {"keep_text": True}),
