@@ -1,5 +1,6 @@
 """ROLL's own files (Apache-2.0; each names its place in github.com/alibaba/ROLL) become ours."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -247,3 +248,25 @@ def test_gems_envs_are_those_of_the_adapter(tmp_path: Path):
     env = validate_tree(import_roll(write_variant(tmp_path, text)).tree).custom_envs["Guess"]
     assert (env.env_type, env.execution) == ("gem", "process")
     assert env.env_config == {"id": "game:GuessTheNumber-v0", "kwargs": {"max_number": 9}}
+
+
+@pytest.mark.parametrize(
+    ("engine", "temperature", "tokens", "status"),
+    [
+        ({"temperature": 0.5}, 0.5, 64, "no effect"),  # max_tokens_per_step, below ROLL's 8192
+        ({"temperature": 0.5, "max_new_tokens": 32}, 0.5, 32, "no effect"),
+        (None, 0.99, 128, "same"),
+    ],
+)
+def test_the_engines_sampling_is_that_of_both_managers(
+    engine: dict[str, object] | None, temperature: float, tokens: int, status: str, tmp_path: Path
+):
+    """As ROLL's AgenticConfig has it."""
+    text = f"actor_infer: {{generating_args: {json.dumps(engine)}}}" if engine else "seed: 1"
+    imported = import_roll(write_variant(tmp_path, text))
+    config = validate_tree(imported.tree)
+    sampling = config.train_env_manager.generating_args, config.actor_infer.generating_args
+    assert next(each.temperature for each in sampling if each.temperature is not None) == temperature
+    assert next(each.max_new_tokens for each in sampling if each.max_new_tokens is not None) == tokens
+    managers = {f"{name}_env_manager.generating_args.temperature" for name in ("train", "val")}
+    assert {each.outcome.status for each in imported.keys if ".".join(each.key) in managers} == {status}
