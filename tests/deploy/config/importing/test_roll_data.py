@@ -277,6 +277,35 @@ def test_additional_prompts_are_a_part_of_a_batch_ahead(
     assert not [each for each in reports if each.outcome.status == "no counterpart" and "additional" in str(each.key)]
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {"add_tail": False, "teacher_temperature": None, "max_grad_norm": 1.0}),
+        ({"logits_topk": 0}, {"add_tail": None}),
+        ({"kd_temperature": 2.0}, {"kd_temperature": 2.0, "teacher_temperature": 2.0}),  # of both
+        ({"kd_temperature": 2.0, "teacher_temperature": 1.5}, {"teacher_temperature": 3.0}),
+        ({"teacher_temperature": 1.5}, {"teacher_temperature": 1.5}),
+        ({"max_grad_norm": 0}, {"max_grad_norm": 1e9}),
+    ],
+)
+def test_distributions_and_clipping_of_distillation_are_rolls(
+    changes: dict[str, object], expected: dict[str, object], tmp_path: Path
+):
+    (tmp_path / "distill.yaml").write_text(yaml.safe_dump({**yaml.safe_load(DISTILL.read_text()), **changes}))
+    tree, _, _ = translate_roll(tmp_path / "distill.yaml")
+    found: dict[str, object] = {
+        **tree["distill"],
+        "max_grad_norm": tree["actor_train"]["training_args"].get("max_grad_norm"),
+    }
+    assert {key: found.get(key) for key in expected} == expected
+
+
+def test_distillation_without_a_bound_on_gradients_clips_nothing(tmp_path: Path):
+    text = DISTILL.read_text().replace("max_grad_norm: 1.0", "")
+    (tmp_path / "distill.yaml").write_text(text)
+    assert translate_roll(tmp_path / "distill.yaml")[0]["actor_train"]["training_args"]["max_grad_norm"] == 1e9
+
+
 def test_a_students_file_has_its_teacher_and_loss():
     tree, reports, _ = translate_roll(DISTILL)
     assert tree["pipeline"] == "distill"
@@ -284,6 +313,7 @@ def test_a_students_file_has_its_teacher_and_loss():
     assert tree["teacher"]["teacher"]["model_args"]["model_name_or_path"] == "Qwen/Qwen2.5-14B-Instruct"
     assert tree["distill"] == {
         "logits_topk": 64, "distill_loss_weight": 0.85, "kd_objective": "forward_kl", "distill_on_prompt": False,
+        "add_tail": False,
     }  # fmt: skip
     assert (tree["data"]["prompt_key"], tree["data"]["response_key"]) == ("question_zh", "answer_zh")
     assert tree["rollout_batch_size"] == 8 * 4
