@@ -32,6 +32,7 @@ MEGATRON_LAYERS = {
     "linear_fc2": "down_proj",
 }  # fmt: skip
 LORA_TARGET = ("actor_train", "model_args", "lora_target")
+OFF = (-1, 0)
 PROFILED = "see docs/performance.md for what Offbeat measures"
 
 
@@ -291,15 +292,18 @@ RUN: Rules = (
     ("trainer.total_epochs", lambda key: no_effect("total_training_steps counts")(key)
      if get(key.tree, "trainer.total_training_steps") else rename("data.num_train_epochs")(key)),
     ("trainer.total_training_steps", rename("max_steps")),
-    ("trainer.save_freq", _positive("save_steps")),
-    ("trainer.test_freq", _positive("eval_steps")),
+    ("trainer.save_freq", lambda key: missing("checkpoints are saved every save_steps, 20: runs resume from them")(key)
+     if key.value in OFF else rename("save_steps")(key)),
+    ("trainer.test_freq", lambda key: Outcome("value", ("eval_steps",), 0, "off")
+     if key.value in OFF else rename("eval_steps")(key)),
     ("trainer.experiment_name", name_run),
     ("trainer.project_name", missing("tracker_kwargs.wandb.project")),
     ("trainer.default_local_dir", rename("output_dir")),
     ("trainer.logger", _trackers),
     ("trainer.n_gpus_per_node", rename("num_gpus_per_node")),
     ("trainer.nnodes", missing("device_mapping says which devices a role has (docs/devices.md)")),
-    ("trainer.val_before_train", same("evaluated before and after training")),
+    ("trainer.val_before_train", same("evaluated before and after training", True)),
+    ("trainer.val_before_train", missing("evaluated before and after training, with validation rows")),
     ("trainer.val_only", missing("`offbeat rollout` plays episodes of a policy")),
     ("trainer.resume_mode", _resume),
     ("trainer.resume_from_path", lambda key: rename("resume_from_checkpoint")(key)

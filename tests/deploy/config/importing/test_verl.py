@@ -152,6 +152,8 @@ OVERLONG = "+reward_model.reward_kwargs.overlong_buffer_cfg"
         (("algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0.99"), {"gamma": 0.99}),
         ((f"{POLICY}=gspo", "algorithm.adv_estimator=gae"), {"ratio_type": "sequence-token"}),
         ((f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0"), {"use_kl_loss": None, "kl_loss_coef": None}),
+        (("data.val_files=b.parquet",), {"eval_steps": 0}),
+        (("data.val_files=b.parquet", "trainer.test_freq=5"), {"eval_steps": 5}),
         # one response is compared with none
         (("actor_rollout_ref.rollout.n=1",), {"adv_estimator": "reinforce"}),
         (
@@ -253,6 +255,9 @@ def test_an_option_of_verl(words: tuple[str, ...], expected: dict[str, Any], tmp
         ("data.truncation=left", "no counterpart"),
         ("data.truncation=error", "same"),
         ("critic.ppo_epochs=2", "no effect"),
+        ("trainer.save_freq=-1", "no counterpart"),
+        ("trainer.save_freq=5", "renamed"),
+        ("trainer.val_before_train=False", "no counterpart"),
         ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4", "no effect"),
         ("trainer.resume_from_path=folder", "no effect"),
         (f"{ACTOR}.ppo_micro_batch_size=$SIZE", "no counterpart"),
