@@ -33,7 +33,7 @@ OTHER_COMMANDS = {
 }
 """Key of a command that is not imported -> command, and its counterpart."""
 COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size",
-          "num_iterations")  # fmt: skip
+          "num_iterations", "num_processes")  # fmt: skip
 BATCH, STEPS = 8, 1
 """TRL's defaults of batch size and accumulation."""
 
@@ -89,14 +89,15 @@ def rollout_batch(tree: Tree) -> int:
         case "dpo":
             return 2 * size
         case "rlvr":
-            per_step = count(tree, "per_device_train_batch_size", BATCH)
+            per_step = count(tree, "per_device_train_batch_size", BATCH) * count(tree, "num_processes", 1)
             return count(tree, "generation_batch_size", per_step * count(tree, "steps_per_generation", 0) or size)
         case _:
             return size
 
 
 def optimizer_batch(tree: Tree) -> int:
-    return count(tree, "per_device_train_batch_size", BATCH) * count(tree, "gradient_accumulation_steps", STEPS)
+    rows = count(tree, "per_device_train_batch_size", BATCH) * count(tree, "gradient_accumulation_steps", STEPS)
+    return rows * count(tree, "num_processes", 1)
 
 
 def optimizer_steps(tree: Tree) -> int:
@@ -110,7 +111,8 @@ def optimizer_steps(tree: Tree) -> int:
 def take_batch(key: Key) -> Outcome | None:
     if not are_counts(key.tree):
         return None
-    note = "with gradient_accumulation_steps, of one process"
+    processes = count(key.tree, "num_processes", 1)
+    note = f"with gradient_accumulation_steps, of {'one process' if processes == 1 else f'{processes} processes'}"
     if get(key.tree, "packing") and find_pipeline(key.tree) == "sft":
         note += "; packed sequences there, rows here"
     return Outcome("value", ("rollout_batch_size",), rollout_batch(key.tree), note)

@@ -195,6 +195,13 @@ def test_grpo_becomes_rlvr(tmp_path: Path):
             8,
         ),
         ("{steps_per_generation: 4, per_device_train_batch_size: 8, num_generations: 8}", "rollout_batch_size", 32),
+        ("{num_processes: 4, per_device_train_batch_size: 8, num_generations: 8}", "rollout_batch_size", 32),
+        (
+            "{num_processes: 2, steps_per_generation: 4, per_device_train_batch_size: 8, num_generations: 8}",
+            "rollout_batch_size",
+            64,
+        ),
+        ("{num_processes: 4, beta: 0.1}", "rollout_batch_size", 64),  # pairs, of two responses
         ("{generation_batch_size: 64, per_device_train_batch_size: 8, num_generations: 8}", "rollout_batch_size", 64),
     ],
 )
