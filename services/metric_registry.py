@@ -178,7 +178,7 @@ METRICS: tuple[Metric, ...] = (
         "learner",
         "actor/mismatch_kl_fresh",
         "nats",
-        "The same on tokens of the current version: engine against learner.",
+        "The same on tokens of the current version, in a batch's first optimizer step: engine against learner.",
     ),
     Metric(
         "learner", "actor/mismatch_abs", "nats", "Mean absolute difference of the learner's and the engine's logprobs."

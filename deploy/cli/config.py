@@ -166,12 +166,16 @@ def config_import(
         bool, typer.Option("--trial", help="With tiny models on CPUs, to see the run train on this machine.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
+    command: Annotated[
+        Literal["sft", "dpo", "grpo"] | None,
+        typer.Option("--command", help="TRL's command, if the file's keys do not tell.", show_default=False),
+    ] = None,
 ) -> None:
     """Convert another library's configurations; report what became of each key."""
     from offbeat.deploy.cli.config_import import ImportFailedError, import_files
 
     try:
-        import_files(library, files, out, force=force, trial=trial, echo=typer.echo)
+        import_files(library, files, out, force=force, trial=trial, echo=typer.echo, command=command)
     except ImportFailedError as error:
         typer.echo(f"offbeat: {error}", err=True)
         raise typer.Exit(EXIT_CONFIG) from None

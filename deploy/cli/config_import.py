@@ -13,7 +13,7 @@ from offbeat.deploy.config.importing.trl import import_trl
 from offbeat.deploy.config.importing.verl import import_verl
 from offbeat.deploy.config.importing.writing import to_text, to_yaml
 
-LIBRARIES: dict[str, Callable[[Path], Imported]] = {"roll": import_roll, "trl": import_trl, "verl": import_verl}
+LIBRARIES: dict[str, Callable[[Path], Imported]] = {"roll": import_roll, "verl": import_verl}
 
 
 class ImportFailedError(Exception):
@@ -21,15 +21,24 @@ class ImportFailedError(Exception):
 
 
 def import_files(
-    library: str, files: Sequence[Path], out: Path, *, force: bool, trial: bool, echo: Callable[[str], None]
+    library: str,
+    files: Sequence[Path],
+    out: Path,
+    *,
+    force: bool,
+    trial: bool,
+    echo: Callable[[str], None],
+    command: str | None = None,
 ) -> None:
     """Import files and print their reports; several files need a folder.
 
-    trial: with tiny models on CPUs.
+    trial: with tiny models on CPUs. command: TRL's, if a file's keys do not tell.
 
     Raises:
         ImportFailedError: an unreadable file, or an existing one of ours without `force`.
     """
+    if command is not None and library != "trl":
+        raise ImportFailedError(f"--command names TRL's command, which files of {library} do not have: leave it out")
     if len(files) > 1 and out.is_file():
         raise ImportFailedError(f"{out} is a file, for {len(files)} configurations: name a folder")
     is_folder = len(files) > 1 or out.is_dir()
@@ -40,18 +49,18 @@ def import_files(
         if target.suffix != ".yaml":
             raise ImportFailedError(f"{target}: configurations are *.yaml files")
     for file, target in zip(files, targets, strict=True):
-        imported = _import(library, file, trial=trial)
+        imported = _import(library, file, trial=trial, command=command)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(to_yaml(imported, library), encoding="utf-8")
         for line in to_text(imported, str(target)):
             echo(line)
 
 
-def _import(library: str, file: Path, *, trial: bool) -> Imported:
+def _import(library: str, file: Path, *, trial: bool, command: str | None) -> Imported:
     if not file.is_file():
         raise ImportFailedError(f"no such file: {file}")
     try:
-        imported = LIBRARIES[library](file)
+        imported = import_trl(file, command) if library == "trl" else LIBRARIES[library](file)
     except ConfigError as error:
         raise ImportFailedError(f"{file}: {error}") from error
     if trial:

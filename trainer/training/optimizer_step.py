@@ -139,6 +139,7 @@ class BatchTrainer:
         for epoch in range(self._config.ppo_epochs):
             for part in parts:
                 pieces += self._optimize(part, targets, step, states, None if epoch else seen)
+                targets = replace(targets, fresh=None)  # the weights are others now
         if seen is not None and (logprobs := merge_seen(seen, self._ranks)) is not None:
             self.last_step = StepTokens(step + 1, tuple(selected), batch, targets, logprobs, self._config)
         self.kl.update(targets.kl_in_reward, len(batch.episode_reward))

@@ -20,6 +20,8 @@ ENVS = {
     "sokoban_tool_call": ("sokoban", "the same game, without calls of tools"),
 }
 """ROLL's env -> ours."""
+MAX_NEW_TOKENS = 8192
+"""ROLL's default."""
 OWN_ENV = "no such env here: name a class of your own as `module:Class` (docs/environments.md)"
 
 
@@ -156,6 +158,22 @@ def _partition(key: Key) -> Outcome | None:
     return Outcome("no counterpart", note="equal shares, since num_env_groups is another: set it again")
 
 
+def _generating(key: Key) -> Outcome | None:
+    """Drop a manager's sampling settings if the engine has some: ROLL gives those to both managers."""
+    return Outcome("no effect", note="actor_infer.generating_args counts") if _engine_args(key.tree) else None
+
+
+def _engine_args(tree: Tree) -> Tree:
+    return get_table(tree, "actor_infer.generating_args")
+
+
+def _longest_answer(tree: Tree) -> int:
+    """Return the tokens of a turn without `max_new_tokens`."""
+    limits = [get(env, "max_tokens_per_step") for env in get_table(tree, "custom_envs").values() if env]
+    found = [limit for limit in limits if isinstance(limit, int)]
+    return min(max(found), MAX_NEW_TOKENS) if found else MAX_NEW_TOKENS
+
+
 def _episodes_per_worker(key: Key) -> Outcome | None:
     manager = get_table(key.tree, key.path[:1])
     size = (manager.get("group_size") or 1) + (manager.get("group_size_redundancy") or 0)
@@ -167,6 +185,7 @@ def _episodes_per_worker(key: Key) -> Outcome | None:
 AGENTIC: tuple[tuple[str, Rule], ...] = (
     ("train_env_manager|val_env_manager.format_penalty", no_effect("ROLL never reads it: env_config.format_penalty counts")),
     ("train_env_manager|val_env_manager.max_traj_per_env", same("unlimited", -1)),
+    ("train_env_manager|val_env_manager.generating_args.**", _generating),
     ("train_env_manager|val_env_manager.llm_proxy.**", missing("the policy's engines answer")),
     ("train_env_manager|val_env_manager.worker_cls", missing("env workers are rollout.num_workers")),
     ("train_env_manager.group_filter_cls", rename("group_filter_cls", "a class of yours needs Offbeat's interface")),
@@ -210,8 +229,10 @@ def agentic_defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
         yield "reward_normalization.method", "reward_normalization.method", "identity"
     args = "actor_infer.generating_args"
     for name, value in (("temperature", 0.95), ("top_p", 0.7), ("top_k", 50)):
-        if get(tree, f"train_env_manager.generating_args.{name}") is None:
+        if get(tree, f"train_env_manager.generating_args.{name}") is None or _engine_args(tree):
             yield f"{args}.{name}", f"{args}.{name}", value
+    if get(tree, "train_env_manager.generating_args.max_new_tokens") is None or _engine_args(tree):
+        yield f"{args}.max_new_tokens", f"{args}.max_new_tokens", _longest_answer(tree)
     for name, value in (("num_env_groups", 128), ("group_size", 1)):
         yield f"train_env_manager.{name}", f"train_env_manager.{name}", value
 

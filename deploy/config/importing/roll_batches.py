@@ -12,11 +12,11 @@ OWN_REPLICA = "each device is a replica of its own"
 TRAIN_CONFIG = "actor_train.strategy_args.strategy_config"
 
 
-def num_shards(tree: Tree) -> int:
-    """Return the devices of one data-parallel replica of the policy."""
-    config = get_table(tree, TRAIN_CONFIG)
+def num_shards(tree: Tree, role: str = "actor_train") -> int:
+    """Return the devices of one data-parallel replica of a role's model."""
+    config = get_table(tree, f"{role}.strategy_args.strategy_config")
     sizes = [config.get(name) for name in SHARDING]
-    sizes.append(get(tree, "actor_train.model_args.ulysses_size"))
+    sizes.append(get(tree, f"{role}.model_args.ulysses_size"))
     product = 1
     for size in sizes:
         product *= size if isinstance(size, int) and size > 0 else 1
@@ -42,9 +42,9 @@ def num_trajectories(tree: Tree) -> int | None:
     return batch * size if isinstance(batch, int) and isinstance(size, int) else None
 
 
-def steps_of_batch(tree: Tree) -> int | None:
-    """Return ROLL's optimizer steps per batch of trajectories."""
-    args, devices = get_table(tree, "actor_train.training_args"), num_devices(tree)
+def steps_of_batch(tree: Tree, role: str = "actor_train") -> int | None:
+    """Return ROLL's optimizer steps per pass over a batch of trajectories."""
+    args, devices = get_table(tree, f"{role}.training_args"), len(read_devices(tree, role)) or None
     size, steps, batch = (
         args.get("per_device_train_batch_size"),
         args.get("gradient_accumulation_steps"),
@@ -52,7 +52,7 @@ def steps_of_batch(tree: Tree) -> int | None:
     )
     if devices is None or batch is None or not isinstance(size, int) or not isinstance(steps, int) or size * steps <= 0:
         return None
-    per_step = size * steps * max(1, devices // num_shards(tree))
+    per_step = size * steps * max(1, devices // num_shards(tree, role))
     return max(1, batch // per_step)
 
 

@@ -35,8 +35,9 @@ KINDS = {
     "remote_reward_system_worker": "http",
 }
 """ROLL's module of a reward worker -> kind."""
-NUM_PROMPTS, NUM_ADDITIONAL = 128, 16
+NUM_PROMPTS, NUM_ADDITIONAL, PROMPT = 128, 16, 1024
 """ROLL's defaults."""
+ANSWER = "actor_infer.generating_args.max_new_tokens"
 OVERSAMPLING = "part of a batch ahead, so that filtered groups are replaced at once"
 MAX_SHARE_ERROR = 1e-6
 SERVED = ("inference", "cluster")
@@ -212,6 +213,42 @@ def _staleness(key: Key) -> Outcome | None:
     return Outcome("value" if note else "renamed", ("max_staleness",), ahead, note)
 
 
+def answer_length(tree: Tree, prefix: str = "") -> int | None:
+    """Return the tokens of an answer, which ROLL derives from the lengths of sequence and prompt."""
+    prompt = get(tree, f"{prefix}prompt_length") or PROMPT
+    length = get(tree, f"{prefix}sequence_length")
+    if not isinstance(length, int) and prefix:
+        return answer_length(tree)
+    response = get(tree, "response_length")
+    length = length or (prompt + response if isinstance(response, int) else None)
+    return length - prompt if isinstance(length, int) and isinstance(prompt, int) and length > prompt else None
+
+
+def _answer_length(prefix: str, target: str) -> Rule:
+    def rule(key: Key) -> Outcome | None:
+        length = answer_length(key.tree, prefix)
+        path = tuple(target.split("."))
+        if length is None or length == key.value:
+            return Outcome("same" if path == key.path else "renamed", path, key.value)
+        return Outcome("value", path, length, "sequence_length - prompt_length, which ROLL takes in its place")
+
+    return rule
+
+
+def _whitening(key: Key) -> Outcome:
+    note = "over the batch; ROLL's over each domain" if key.value and len(get_table(key.tree, "rewards")) > 1 else ""
+    return Outcome("same", key.path, key.value, note)
+
+
+def _loss_weight(key: Key) -> Outcome:
+    notes = {
+        "difficulty_loss_weight": "of the group's mean reward; ROLL reads the column difficulty",
+        "length_loss_weight": "of the batch's longest answer; ROLL's is between its shortest and longest, with mean 1",
+        "difficulty_mask": "groups left out count in the loss's denominators here",
+    }
+    return Outcome("same", key.path, key.value, notes[key.path[0]] if key.value else "")
+
+
 RLVR: tuple[tuple[str, Rule], ...] = (
     *REWARDS,
     ("rollout_batch_size", _batch),
@@ -223,7 +260,7 @@ RLVR: tuple[tuple[str, Rule], ...] = (
     ("actor_infer.generating_args.num_return_sequences", same("train_env_manager.group_size")),
     ("prompt_length", rename("data.prompt_length")),
     ("response_length", same("actor_infer.generating_args.max_new_tokens")),
-    ("val_prompt_length|val_sequence_length", missing("as in training")),
+    ("val_prompt_length|val_sequence_length", missing("prompts as in training; answers: val_env_manager.generating_args")),
     ("val_batch_size", no_effect("each evaluation takes every row once")),
     ("norm_mean_type|norm_std_type", _normalization),
     ("importance_sampling", _ratio),
@@ -253,7 +290,11 @@ RLVR: tuple[tuple[str, Rule], ...] = (
     ("*.data_args.**", missing("rows hold texts and images, whose size is that of the model's preprocessing")),
     ("validation.generating_args.num_beams|do_sample", same("answers are sampled", 1, True)),
     ("validation.generating_args.num_return_sequences", rename("val_env_manager.group_size")),
-    ("validation.generating_args.temperature|top_p|top_k|max_new_tokens", lambda key: Outcome(
+    ("actor_infer.generating_args.max_new_tokens", _answer_length("", ANSWER)),
+    ("validation.generating_args.max_new_tokens", _answer_length("val_", "val_env_manager.generating_args.max_new_tokens")),
+    ("whiten_advantages", _whitening),
+    ("difficulty_loss_weight|length_loss_weight|difficulty_mask", _loss_weight),
+    ("validation.generating_args.temperature|top_p|top_k", lambda key: Outcome(
         "renamed", ("val_env_manager", *key.path[1:]), key.value
     )),
     ("validation.eval_steps", no_effect("ROLL reads that of the top level")),
@@ -278,9 +319,9 @@ def rlvr_defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
     yield "rollout_batch_size", "rollout_batch_size", prompts * size
     ahead = 1 + ceil(get(tree, "async_generation_ratio") or 0)
     yield "", "train_env_manager.num_env_groups", prompts * ahead + additional
-    lengths = (get(tree, "prompt_length") or 1024, get(tree, "response_length"))
-    if isinstance(lengths[1], int):
-        yield "sequence_length", "sequence_length", lengths[0] + lengths[1]
+    if (answer := answer_length(tree)) is not None:
+        yield "sequence_length", "sequence_length", (get(tree, "prompt_length") or PROMPT) + answer
+        yield ANSWER, ANSWER, answer
     args = "actor_infer.generating_args"
     for name, value in (("temperature", 0.95), ("top_p", 0.7), ("top_k", 50)):
         yield f"{args}.{name}", f"{args}.{name}", value
@@ -288,7 +329,7 @@ def rlvr_defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
 
 def name_domains(tree: Tree, source: Tree) -> None:
     """Make a tag of each domain, and a list of rewards."""
-    answer = get(source, "response_length") or get(tree, "actor_infer.generating_args.max_new_tokens")
+    answer = answer_length(source) or get(tree, ANSWER)
     domains = get_table(source, "rewards")
     template = {"env_type": "prompt", "max_steps": 1, "agent_template": "{observation}", "execution": "inline"}
     if isinstance(answer, int):

@@ -1,5 +1,7 @@
 """ROLL's keys of roles and engines, besides `trainer/config/aliases.py`."""
 
+from math import ceil
+
 from offbeat.deploy.config.importing.report import Outcome
 from offbeat.deploy.config.importing.roll_batches import (
     SHARDING,
@@ -8,6 +10,7 @@ from offbeat.deploy.config.importing.roll_batches import (
     keep_micro_batch,
     num_shards,
     read_devices,
+    steps_of_batch,
 )
 from offbeat.deploy.config.importing.rules import (
     Key,
@@ -83,6 +86,19 @@ def _warmup_ratio(key: Key) -> Outcome | None:
     return Outcome("value", (*key.path[:-1], "warmup_steps"), round(steps * ratio), "of max_steps")
 
 
+def _warmup_steps(key: Key) -> Outcome | None:
+    """Convert optimizer steps, which ROLL counts, to batches; a critic has one pass per batch there."""
+    minibatches, epochs = steps_of_batch(key.tree, key.path[0]), get(key.tree, "ppo_epochs") or 1
+    if not isinstance(key.value, int) or key.value <= 0 or not isinstance(epochs, int):
+        return None
+    if minibatches is None:
+        return None
+    per_batch = minibatches * (epochs if key.path[0] == "actor_train" else 1)
+    if per_batch == 1:
+        return None
+    return Outcome("value", key.path, ceil(key.value / per_batch), f"batches, of {per_batch} optimizer steps each")
+
+
 def _lora_rank_of_engine(key: Key) -> Outcome | None:
     if not isinstance(key.value, int) or not get(key.tree, "actor_train.model_args.lora_target"):
         return Outcome("no effect", note="no actor_train.model_args.lora_target")
@@ -117,6 +133,7 @@ TRAINING: tuple[tuple[str, Rule], ...] = (
     ("actor_train.training_args.per_device_train_batch_size", keep_micro_batch),
     ("actor_train.training_args.gradient_accumulation_steps", keep_accumulation),
     ("actor_train.training_args.warmup_ratio", _warmup_ratio),
+    ("actor_train|critic.training_args.warmup_steps", _warmup_steps),
     ("actor_train.max_tokens_per_microbatch_in_train", _dynamic_tokens),
     *((f"{role}.{name}", rule) for role in ("*", "teacher.*") for name, rule in PACKING),
     ("actor_infer.model_args.lora_rank", _lora_rank_of_engine),

@@ -182,6 +182,19 @@ def estimator_default(tree: Tree) -> tuple[str, str, Any]:
     return ("", "adv_estimator", "opd") if is_distillation(tree) else ("adv_estimator", "adv_estimator", "gae")
 
 
+def trains_equal_rewards(tree: Tree) -> bool:
+    """Return whether groups with equal rewards have a gradient, of a KL or the entropy, and no filter leaves them out."""
+    kl = get(tree, "use_kl_loss") and get(tree, "kl_loss_coef")
+    domains = get_table(tree, "rewards").values()
+    filters = [get(reward or {}, "query_filter_config.type") for reward in domains]
+    is_filtered = (
+        get(tree, "difficulty_mask")
+        or get(tree, "train_env_manager.group_filter_cls")
+        or any(each not in (None, "no_filter") for each in filters)
+    )
+    return bool(kl or get(tree, "entropy_loss_coef") or get(tree, "add_token_level_kl")) and not is_filtered
+
+
 STEPS_DEFAULT = ("max_steps", "max_steps", 500)
 """Of pipelines whose length epochs do not determine."""
 
@@ -198,6 +211,10 @@ def defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
     model = "actor_train.model_args"
     yield f"{model}.dtype", f"{model}.dtype", "bfloat16"
     yield f"{model}.disable_gradient_checkpointing", f"{model}.disable_gradient_checkpointing", False
+    if "critic" in tree and get(tree, "adv_estimator", "gae") == "gae" and not is_distillation(tree):
+        yield "critic.training_args.learning_rate", "critic.training_args.learning_rate", 5e-5
+    if trains_equal_rewards(tree):
+        yield "", "zero_variance", "train"
     for role in ("actor_train", "actor_infer"):
         if get(tree, f"{role}.device_mapping") is not None:
             yield "", f"{role}.device", "cuda"

@@ -25,25 +25,34 @@ from offbeat.deploy.config.importing.rules import (
     get,
     leaves,
     put,
+    remove,
     translate,
 )
 from offbeat.deploy.config.importing.verl_keys import (
-    ACTOR,
     ARGS,
+    LORA_TARGET,
+    MEGATRON_LAYERS,
     MODEL,
-    PER_SEQUENCE,
     PROMPTS,
     RESPONSES,
-    ROLLOUT,
     RULES,
+)
+from offbeat.deploy.config.importing.verl_loss import (
+    ACTOR,
+    CORRECTION,
+    KL_COEF,
+    PER_SEQUENCE,
+    ROLLOUT,
+    estimator,
     is_set,
     loss_mode,
+    trains_equal_rewards,
 )
 from offbeat.deploy.config.loader import readable
 from offbeat.deploy.config.yaml_limits import load_yaml
 from offbeat.trainer.config.issue import ConfigIssue
 
-VARIABLE = re.compile(r"\$(?:\{(?P<name>\w+)(?::?-(?P<default>[^}]*))?\}|(?P<bare>\w+))")
+VARIABLE = re.compile(r"\$(?:\{(?P<name>\w+)(?P<default>:?-)?|(?P<bare>\w+))")
 ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<value>.*)")
 OVERRIDE = re.compile(r"[+~]*(?P<key>[A-Za-z_][\w.]*)=(?P<value>.*)", re.DOTALL)
 ARITHMETIC = re.compile(r"\$\(\((?P<expression>.+?)\)\)(?!\))")
@@ -59,7 +68,9 @@ DEFAULTS: dict[str, Any] = {
     f"{ACTOR}.ppo_mini_batch_size": 256,
     f"{ACTOR}.optim.weight_decay": 0.01,
     f"{ACTOR}.clip_ratio_c": 3.0,
-    f"{ACTOR}.kl_loss_coef": 0.001,
+    f"{ACTOR}.strategy": "fsdp",
+    f"{ACTOR}.fsdp_config.dtype": "bfloat16",
+    f"{ACTOR}.kl_loss_coef": KL_COEF,
     f"{MODEL}.enable_gradient_checkpointing": True,
     f"{MODEL}.lora_alpha": 16,
     f"{MODEL}.target_modules": "all-linear",
@@ -69,6 +80,7 @@ DEFAULTS: dict[str, Any] = {
     f"{ROLLOUT}.val_kwargs.n": 1,
     "algorithm.lam": 1.0,
     "algorithm.kl_ctrl.kl_coef": 0.001,
+    "trainer.test_freq": -1,
     "critic.optim.lr": 1e-5,
     "critic.cliprange_value": 0.5,
 }
@@ -112,10 +124,7 @@ def read_overrides(script: str) -> Tree:
     """Return the dotted keys of a shell script, with its variables expanded."""
     tree, variables = Tree(), dict[str, str]()
     for line in script.replace("\\\n", " ").splitlines():
-        try:
-            words = shlex.split(_calculate(line, variables), comments=True)
-        except ValueError:
-            continue  # a quote over several lines is no override
+        words = list(_words(_calculate(line, variables)))
         words = words[1:] if words[:1] == ["export"] else words
         if len(words) == 1 and (match := ASSIGNMENT.fullmatch(words[0])):
             variables[match["name"]] = _expand(match["value"], variables)
@@ -123,8 +132,23 @@ def read_overrides(script: str) -> Tree:
         for word in words:
             match = OVERRIDE.fullmatch(word)
             if match and "." in match["key"]:
-                put(tree, tuple(match["key"].split(".")), _parse(_expand(match["value"], variables)))
+                path = tuple(match["key"].split("."))
+                remove(tree, path)  # the last value counts
+                put(tree, path, _parse(_expand(match["value"], variables)))
     return tree
+
+
+def _words(line: str) -> Iterator[str]:
+    """Yield a line's words up to a comment or an open quote: one over several lines is no override."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=False)
+    lexer.whitespace_split, lexer.commenters = True, ""
+    try:
+        for word in lexer:
+            if word.startswith("#"):
+                return
+            yield word
+    except ValueError:
+        return
 
 
 def _parse(text: str) -> Any:
@@ -136,13 +160,28 @@ def _parse(text: str) -> Any:
 
 
 def _expand(text: str, variables: dict[str, str]) -> str:
-    """Expand the script's variables, but not the environment's."""
+    """Expand the script's variables and their defaults, but not the environment's."""
+    done = ""
+    while match := VARIABLE.search(text):
+        done += text[: match.start()]
+        end = match.end() if match["bare"] else _closing_brace(text, match.end()) + 1
+        value = variables.get(match["bare"] or match["name"])
+        if not value and match["default"]:
+            value = _expand(text[match.end() : end - 1], variables)
+        elif match["name"] and not match["default"] and end != match.end() + 1:
+            value = None  # an expansion of another kind
+        done += text[match.start() : end] if value is None else value
+        text = text[end:]
+    return done + text
 
-    def value(match: re.Match[str]) -> str:
-        name = match["name"] or match["bare"]
-        return variables.get(name) or match["default"] or match.group()
 
-    return VARIABLE.sub(value, text)
+def _closing_brace(text: str, start: int) -> int:
+    depth = 1
+    for place in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return place
+    return len(text) - 1
 
 
 def _calculate(line: str, variables: dict[str, str]) -> str:
@@ -188,15 +227,23 @@ def _defaults(source: Tree) -> Iterator[tuple[str, Any]]:
     yield "train_env_manager.group_size", RESPONSES
     yield "train_env_manager.num_env_groups", prompts
     yield "adv_estimator", "gae"
+    if estimator(source) == "gae":
+        yield "whiten_advantages", True
+    elif trains_equal_rewards(source):
+        yield "zero_variance", "train"  # groups with equal rewards count in these terms
     yield "loss_agg_mode", "seq-mean-token-mean" if loss_mode(source) in PER_SEQUENCE else "token-mean"
     if get(source, f"{ACTOR}.loss_agg_mode") == "seq-mean-token-sum-norm":
         yield "loss_agg_length", response
-    yield "old_logprobs", "recompute"
+    if loss_mode(source) != "gpg" or is_set(source, f"{CORRECTION}.rollout_is"):
+        yield "old_logprobs", "recompute"
     yield "max_staleness", 0
     yield f"{ARGS}.adam_beta2", 0.999
     yield f"{ARGS}.decay_all_weights", True
-    if is_set(source, f"{MODEL}.lora_rank"):
+    if is_set(source, f"{MODEL}.lora_rank") or is_set(source, f"{MODEL}.lora.rank"):
         yield f"{ARGS}.learning_rate", 1e-6
+    if is_set(source, f"{MODEL}.lora.rank"):
+        yield ".".join(LORA_TARGET), ",".join(MEGATRON_LAYERS.values())
+        yield "actor_train.model_args.lora_alpha", 32
     if loss_mode(source) == "cispo":
         yield "cispo_epsilon_low", 0.2
         yield "cispo_epsilon_high", 0.2

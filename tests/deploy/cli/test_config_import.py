@@ -44,6 +44,18 @@ def test_several_files_need_a_folder(tmp_path: Path):
     ]
 
 
+def test_the_user_names_the_command_of_a_file_that_does_not(tmp_path: Path):
+    """As TRL's own example of `trl dpo`, whose file has a model and a dataset alone."""
+    (tmp_path / "dpo.yaml").write_text("model_name_or_path: org/model\ndataset_name: anthropic/hh-rlhf\n")
+    source, out = str(tmp_path / "dpo.yaml"), str(tmp_path / "out.yaml")
+    code, text = run("trl", source, "-o", out)
+    assert code == 0, text
+    assert "read as a file of `trl sft`, which has no key of dpo or grpo; another command's: --command" in text
+    code, text = run("trl", source, "-o", out, "--force", "--command", "dpo")
+    assert code == 0, text
+    assert "pipeline: dpo" in Path(out).read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -51,6 +63,7 @@ def test_several_files_need_a_folder(tmp_path: Path):
         (["roll", FROZEN_LAKE, "-o", "there.yaml"], "there.yaml exists already"),
         (["roll", FROZEN_LAKE, "-o", "out.json"], "out.json: configurations are *.yaml files"),
         (["roll", "bad.yaml", "-o", "out.yaml"], "bad.yaml"),
+        (["roll", FROZEN_LAKE, "-o", "out.yaml", "--command", "dpo"], "--command names TRL's command"),
     ],
 )
 def test_a_mistake_is_refused(arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -135,6 +135,15 @@ def test_minibatches_and_epochs_make_that_many_optimizer_steps(folder: Path) -> 
     assert sum(tokens) == 2 * int(gauges["tokens/computed"].total)
 
 
+def test_the_engine_is_compared_before_the_weights_change(folder: Path) -> None:
+    """Later passes have other weights, which is no mismatch of engine and learner."""
+    once, often = (
+        train_on(trainer(folder, config(ppo_epochs=epochs))[0], GROUPS, 0)["actor/mismatch_kl_fresh"]
+        for epochs in (1, 3)
+    )
+    assert often == once
+
+
 def test_recomputed_logprobs_start_the_ratio_at_one(folder: Path) -> None:
     stale, _, _ = trainer(folder, config())
     fresh, _, _ = trainer(folder, config(old_logprobs="recompute"))

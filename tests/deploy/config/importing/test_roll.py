@@ -1,5 +1,6 @@
 """ROLL's own files (Apache-2.0; each names its place in github.com/alibaba/ROLL) become ours."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,11 @@ def test_without_a_counterpart_a_key_is_listed_in_the_report_and_the_file(tmp_pa
         ("{adv_estimator: gae, critic: {device_mapping: 'list(range(0,8))'}}", "adv_estimator", "gae"),
         ("{init_kl_coef: 0.1}", "init_kl_coef", None),
         ("{init_kl_coef: 0.1, add_token_level_kl: true}", "init_kl_coef", 0.1),
+        # groups with equal rewards have no policy loss, but a KL and an entropy
+        ("{use_kl_loss: true, kl_loss_coef: 0.1}", "zero_variance", "train"),
+        ("{entropy_loss_coef: 0.01}", "zero_variance", "train"),
+        ("{use_kl_loss: true, kl_loss_coef: 0.0}", "zero_variance", None),
+        ("{use_kl_loss: false, entropy_loss_coef: 0}", "zero_variance", None),
         ("max_ckpt_to_keep: 0", "max_ckpt_to_keep", 1_000_000),
         ("exp_name: 'a b/c'", "exp_name", "a-b-c"),
         ("rollout_dump_dir: dumps", "rollout", {"keep_text": True}),
@@ -258,3 +264,25 @@ def test_gems_envs_are_those_of_the_adapter(tmp_path: Path):
     env = validate_tree(import_roll(write_variant(tmp_path, text)).tree).custom_envs["Guess"]
     assert (env.env_type, env.execution) == ("gem", "process")
     assert env.env_config == {"id": "game:GuessTheNumber-v0", "kwargs": {"max_number": 9}}
+
+
+@pytest.mark.parametrize(
+    ("engine", "temperature", "tokens", "status"),
+    [
+        ({"temperature": 0.5}, 0.5, 64, "no effect"),  # max_tokens_per_step, below ROLL's 8192
+        ({"temperature": 0.5, "max_new_tokens": 32}, 0.5, 32, "no effect"),
+        (None, 0.99, 128, "same"),
+    ],
+)
+def test_the_engines_sampling_is_that_of_both_managers(
+    engine: dict[str, object] | None, temperature: float, tokens: int, status: str, tmp_path: Path
+):
+    """As ROLL's AgenticConfig has it."""
+    text = f"actor_infer: {{generating_args: {json.dumps(engine)}}}" if engine else "seed: 1"
+    imported = import_roll(write_variant(tmp_path, text))
+    config = validate_tree(imported.tree)
+    sampling = config.train_env_manager.generating_args, config.actor_infer.generating_args
+    assert next(each.temperature for each in sampling if each.temperature is not None) == temperature
+    assert next(each.max_new_tokens for each in sampling if each.max_new_tokens is not None) == tokens
+    managers = {f"{name}_env_manager.generating_args.temperature" for name in ("train", "val")}
+    assert {each.outcome.status for each in imported.keys if ".".join(each.key) in managers} == {status}

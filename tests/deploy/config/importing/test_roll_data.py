@@ -1,6 +1,7 @@
 """ROLL's files of pipelines that read datasets become ours."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,48 @@ def test_a_policy_named_twice_and_a_critic_with_a_new_head_are_taken(tmp_path: P
     assert "model_name_or_path" not in imported.tree["actor_train"]["model_args"]
 
 
+@pytest.mark.parametrize(
+    ("accumulation", "epochs", "batches"), [(32, 1, 20), (16, 1, 10), (16, 2, 5), (6, 1, 4), (64, 2, 10)]
+)
+def test_a_warm_up_counts_batches_in_place_of_optimizer_steps(
+    accumulation: int, epochs: int, batches: int, tmp_path: Path
+):
+    """ROLL's schedule advances with the optimizer, Offbeat's with the batch."""
+    source = yaml.safe_load(RLVR.read_text())
+    source["actor_train"]["training_args"]["gradient_accumulation_steps"] = accumulation
+    source["ppo_epochs"] = epochs
+    (tmp_path / "rlvr.yaml").write_text(yaml.safe_dump(source, sort_keys=False))
+    training = translate_roll(tmp_path / "rlvr.yaml")[0]["actor_train"]["training_args"]
+    assert training["warmup_steps"] == batches
+
+
+def test_a_critic_without_a_rate_has_rolls(tmp_path: Path):
+    source = yaml.safe_load(RLVR.read_text()) | {"adv_estimator": "gae", "critic": {"model_args": {"dtype": "bf16"}}}
+    (tmp_path / "rlvr.yaml").write_text(yaml.safe_dump(source, sort_keys=False))
+    assert translate_roll(tmp_path / "rlvr.yaml")[0]["critic"]["training_args"] == {"learning_rate": 5e-5}
+
+
+@pytest.mark.parametrize(
+    ("lines", "answer", "validation"),
+    [
+        ("", 4096, 4096),
+        ("sequence_length: 3072", 1024, 1024),  # before response_length
+        ("val_prompt_length: 1024\nval_sequence_length: 9216", 4096, 8192),
+    ],
+)
+def test_answers_are_as_long_as_roll_makes_them(lines: str, answer: int, validation: int, tmp_path: Path):
+    """ROLL replaces `max_new_tokens` by `sequence_length - prompt_length`."""
+    text = RLVR.read_text().replace("max_new_tokens: ${response_length}", "max_new_tokens: 7", 1)
+    (tmp_path / "rlvr.yaml").write_text(f"{text}\n{lines}\n")
+    tree, _, _ = translate_roll(tmp_path / "rlvr.yaml")
+    assert tree["actor_infer"]["generating_args"]["max_new_tokens"] == answer
+    assert tree["val_env_manager"]["generating_args"]["max_new_tokens"] == validation
+    assert {env["max_tokens_per_step"] for env in tree["custom_envs"].values()} == {answer}
+    without = re.sub(r"^ +max_new_tokens: \$.*\n", "", RLVR.read_text(), flags=re.MULTILINE)
+    (tmp_path / "short.yaml").write_text(f"{without}\n{lines}\n")
+    assert translate_roll(tmp_path / "short.yaml")[0]["actor_infer"]["generating_args"]["max_new_tokens"] == answer
+
+
 def test_prompts_are_counted_as_trajectories():
     tree, _, _ = translate_roll(RLVR)
     assert tree["rollout_batch_size"] == 64 * 8
@@ -239,6 +282,35 @@ def test_additional_prompts_are_a_part_of_a_batch_ahead(
     assert not [each for each in reports if each.outcome.status == "no counterpart" and "additional" in str(each.key)]
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {"add_tail": False, "teacher_temperature": None, "max_grad_norm": 1.0}),
+        ({"logits_topk": 0}, {"add_tail": None}),
+        ({"kd_temperature": 2.0}, {"kd_temperature": 2.0, "teacher_temperature": 2.0}),  # of both
+        ({"kd_temperature": 2.0, "teacher_temperature": 1.5}, {"teacher_temperature": 3.0}),
+        ({"teacher_temperature": 1.5}, {"teacher_temperature": 1.5}),
+        ({"max_grad_norm": 0}, {"max_grad_norm": 1e9}),
+    ],
+)
+def test_distributions_and_clipping_of_distillation_are_rolls(
+    changes: dict[str, object], expected: dict[str, object], tmp_path: Path
+):
+    (tmp_path / "distill.yaml").write_text(yaml.safe_dump({**yaml.safe_load(DISTILL.read_text()), **changes}))
+    tree, _, _ = translate_roll(tmp_path / "distill.yaml")
+    found: dict[str, object] = {
+        **tree["distill"],
+        "max_grad_norm": tree["actor_train"]["training_args"].get("max_grad_norm"),
+    }
+    assert {key: found.get(key) for key in expected} == expected
+
+
+def test_distillation_without_a_bound_on_gradients_clips_nothing(tmp_path: Path):
+    text = DISTILL.read_text().replace("max_grad_norm: 1.0", "")
+    (tmp_path / "distill.yaml").write_text(text)
+    assert translate_roll(tmp_path / "distill.yaml")[0]["actor_train"]["training_args"]["max_grad_norm"] == 1e9
+
+
 def test_a_students_file_has_its_teacher_and_loss():
     tree, reports, _ = translate_roll(DISTILL)
     assert tree["pipeline"] == "distill"
@@ -246,6 +318,7 @@ def test_a_students_file_has_its_teacher_and_loss():
     assert tree["teacher"]["teacher"]["model_args"]["model_name_or_path"] == "Qwen/Qwen2.5-14B-Instruct"
     assert tree["distill"] == {
         "logits_topk": 64, "distill_loss_weight": 0.85, "kd_objective": "forward_kl", "distill_on_prompt": False,
+        "add_tail": False,
     }  # fmt: skip
     assert (tree["data"]["prompt_key"], tree["data"]["response_key"]) == ("question_zh", "answer_zh")
     assert tree["rollout_batch_size"] == 8 * 4

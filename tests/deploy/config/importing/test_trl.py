@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.importing.report import KeyReport
 from offbeat.deploy.config.importing.trl import import_trl, translate_trl
 from offbeat.deploy.config.loader import validate_tree
@@ -44,6 +45,10 @@ new_option: 3
 """
 
 
+TRAINING = {"lr_scheduler_type": "linear", "adam_beta2": 0.999, "learning_rate": 1e-6}
+CHECKPOINTED = {"disable_gradient_checkpointing": False}
+
+
 def write(folder: Path, name: str, text: str) -> Path:
     path = folder / name
     path.write_text(text)
@@ -60,9 +65,15 @@ def test_fine_tuning_with_lora(tmp_path: Path):
     config = validate_tree(imported.tree)
     assert (config.pipeline, config.rollout_batch_size, config.sequence_length) == ("sft", 16, 2048)
     args = config.actor_train.model_args
-    assert (args.dtype, args.lora_rank, args.lora_alpha, args.lora_target) == ("bfloat16", 32, 32, "all-linear")
+    assert (args.dtype, args.lora_rank, args.lora_alpha, args.lora_target) == (
+        "bfloat16",
+        32,
+        32,
+        "q_proj,v_proj",
+    )  # PEFT's
     assert config.data is not None
-    assert (config.data.num_train_epochs, config.data.shuffle, config.data.too_long) == (3, False, "truncate")
+    assert (config.data.num_train_epochs, config.data.shuffle, config.data.too_long) == (3, True, "truncate")
+    assert config.data.response_key == "completion"
     training = config.actor_train.training_args
     assert (training.learning_rate, training.lr_scheduler_type, training.adam_beta2) == (2e-5, "linear", 0.999)
 
@@ -89,7 +100,7 @@ def test_keys_that_another_key_switches_off_are_reported(tmp_path: Path):
 
 
 def test_grpo_becomes_rlvr(tmp_path: Path):
-    tree, reports = translate_trl(write(tmp_path, "grpo.yaml", GRPO))
+    tree, reports, _ = translate_trl(write(tmp_path, "grpo.yaml", GRPO))
     assert (tree["pipeline"], tree["rollout_batch_size"], tree["train_env_manager"]) == ("rlvr", 32, {"group_size": 4})
     assert (tree["adv_estimator"], tree["loss_agg_mode"], tree["loss_agg_length"]) == (
         "dr_grpo", "seq-mean-token-sum-norm", 256,
@@ -113,6 +124,66 @@ def test_grpo_becomes_rlvr(tmp_path: Path):
         ("{multi_objective_aggregation: normalize_then_sum, scale_rewards: batch}", "reward_normalization", None),
         ("multi_objective_aggregation: sum_then_normalize", "adv_estimator", "grpo"),
         ("loss_type: cispo", "pg_variant", "cispo"),
+        # the largest weight itself; a bound below 1 would be one on every token
+        ("{loss_type: cispo, epsilon_high: 5.0, num_generations: 8}", "cispo_epsilon_high", 4.0),
+        ("{loss_type: cispo, epsilon_high: 0.3, num_generations: 8}", "cispo_epsilon_high", None),
+        ("{loss_type: cispo, epsilon: 0.3, num_generations: 8}", "pg_clip", None),
+        ("{loss_type: sapo, sapo_temperature_neg: 1.2, num_generations: 8}", "sapo_temperature_neg", 1.2),
+        ("sapo_temperature_neg: 1.2", "sapo_temperature_neg", None),
+        ("epsilon: 0.3", "pg_clip", 0.3),
+        ("shuffle_dataset: false", "data", {"shuffle": False, "num_train_epochs": 3}),
+        # groups with equal rewards have no policy loss, but a KL and an entropy
+        ("beta: 0.04", "zero_variance", "train"),
+        ("entropy_coef: 0.01", "zero_variance", "train"),
+        ("beta: 0.0", "zero_variance", None),
+        ("{sync_ref_model: true, beta: 0.1, num_generations: 8}", "ref_model_sync_steps", 512),
+        ("{sync_ref_model: true, beta: 0.1, num_generations: 8}", "ref_model_mixup_alpha", 0.6),
+        ("{sync_ref_model: true, beta: 0.1, num_iterations: 2, ref_model_sync_steps: 64}", "ref_model_sync_steps", 32),
+        ("ref_model_sync_steps: 64", "ref_model_sync_steps", None),
+        ("num_generations_eval: 2", "val_env_manager", {"group_size": 2}),
+        ("temperature: 0.9", "val_env_manager", {"group_size": 8}),
+        ("use_vllm: false", "train_infer_correction", None),
+        (
+            "{use_vllm: true, vllm_importance_sampling_correction: false, num_generations: 8}",
+            "train_infer_correction",
+            None,
+        ),
+        (
+            "use_vllm: true",
+            "train_infer_correction",
+            {
+                "is_weight": {"weight_type": "sequence", "upper_bound": 3.0},
+                "filters": [{"agg_type": "sequence", "ratio_high": 3.0}],
+            },
+        ),
+        (
+            "{use_vllm: true, vllm_importance_sampling_mode: token_truncate, vllm_importance_sampling_clip_max: 2.0, "
+            "vllm_importance_sampling_clip_min: 0.5, num_generations: 8}",
+            "train_infer_correction",
+            {"is_weight": {"weight_type": "token", "upper_bound": 2.0, "lower_bound": 0.5}},
+        ),
+        ("reward_funcs: accuracy_reward", "data", {"num_train_epochs": 3, "ground_truth_key": "solution"}),
+        (
+            "{reward_funcs: [accuracy_reward, get_soft_overlong_punishment], reward_weights: [1.0, 0.5]}",
+            "reward_shaping",
+            {"overlong_max_length": 1280, "overlong_buffer": 256, "overlong_penalty": 0.5},
+        ),
+        (
+            "{reward_funcs: [accuracy_reward, get_soft_overlong_punishment], reward_weights: [1.0, 0.5]}",
+            "rewards",
+            [{"name": "accuracy-reward", "kind": "math_rule"}],
+        ),
+        ("bf16: false", "actor_train", {"training_args": TRAINING, "model_args": CHECKPOINTED}),
+        (
+            "{bf16: false, dtype: bfloat16, num_generations: 8}",
+            "actor_train",
+            {"training_args": TRAINING, "model_args": {"dtype": "bfloat16", **CHECKPOINTED}},
+        ),
+        (
+            "dtype: float32",
+            "actor_train",
+            {"training_args": TRAINING, "model_args": {"dtype": "bfloat16", **CHECKPOINTED}},
+        ),
         ("{num_iterations: 2, top_k: 0}", "actor_infer", {"generating_args": {"top_k": -1, "max_new_tokens": 512}}),
         ("importance_sampling_level: sequence", "ratio_type", "sequence"),
         ("beta: 0.0", "use_kl_loss", None),
@@ -124,6 +195,13 @@ def test_grpo_becomes_rlvr(tmp_path: Path):
             8,
         ),
         ("{steps_per_generation: 4, per_device_train_batch_size: 8, num_generations: 8}", "rollout_batch_size", 32),
+        ("{num_processes: 4, per_device_train_batch_size: 8, num_generations: 8}", "rollout_batch_size", 32),
+        (
+            "{num_processes: 2, steps_per_generation: 4, per_device_train_batch_size: 8, num_generations: 8}",
+            "rollout_batch_size",
+            64,
+        ),
+        ("{num_processes: 4, beta: 0.1}", "rollout_batch_size", 64),  # pairs, of two responses
         ("{generation_batch_size: 64, per_device_train_batch_size: 8, num_generations: 8}", "rollout_batch_size", 64),
     ],
 )
@@ -134,13 +212,62 @@ def test_an_option_of_grpo(line: str, key: str, expected: object, tmp_path: Path
 
 def test_optimizer_steps_per_generation_and_the_warm_up_are_counted(tmp_path: Path):
     text = "{num_generations: 8, steps_per_generation: 6, gradient_accumulation_steps: 2, max_steps: 50, warmup_ratio: 0.05}"
-    tree, reports = translate_trl(write(tmp_path, "grpo.yaml", text))
+    tree, reports, _ = translate_trl(write(tmp_path, "grpo.yaml", text))
     args = tree["actor_train"]["training_args"]
     assert (tree["rollout_batch_size"], args["num_minibatches"]) == (48, 3)
     assert (tree["max_steps"], args["warmup_steps"]) == (17, 1)  # 50 and 3 of the optimizer
     assert "no counterpart" not in statuses(reports).values()
-    uneven, reports = translate_trl(write(tmp_path, "uneven.yaml", text.replace("steps: 2", "steps: 4")))
+    uneven, reports, _ = translate_trl(write(tmp_path, "uneven.yaml", text.replace("steps: 2", "steps: 4")))
     assert "num_minibatches" not in uneven["actor_train"]["training_args"]
     assert {report.outcome.note for report in reports if report.key == ("steps_per_generation",)} == {
         "set rollout_batch_size to a multiple of 32"
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "command", "pipeline", "remark"),
+    [
+        ("{model_name_or_path: org/model, dataset_name: a.jsonl}", None, "sft", "no key of dpo or grpo"),
+        ("{model_name_or_path: org/model, dataset_name: a.jsonl}", "dpo", "dpo", None),
+        ("{beta: 0.1, max_length: 512, max_completion_length: 256}", None, "dpo", "by its key beta"),
+        ("{loss_type: [sigmoid], max_prompt_length: 256}", None, "dpo", "by its key loss_type"),
+        ("{num_generations: 4, beta: 0.1}", None, "rlvr", "by its key num_generations"),
+        ("{max_completion_length: 256, beta: 0.1}", None, "rlvr", "by its key max_completion_length"),
+    ],
+)
+def test_the_command_is_that_of_the_keys_or_the_users(
+    text: str, command: str | None, pipeline: str, remark: str | None, tmp_path: Path
+):
+    imported = import_trl(write(tmp_path, "config.yaml", text), command)
+    assert imported.tree["pipeline"] == pipeline
+    assert any((remark or "") in each for each in imported.remarks) == (remark is not None)
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("normalize_advantages", "trl rloo"),
+        ("desirable_weight", "trl kto"),
+        ("center_rewards_coefficient", "trl reward"),
+    ],
+)
+def test_a_file_of_another_command_is_refused(key: str, expected: str, tmp_path: Path):
+    """Its keys would be read with GRPO's or DPO's meaning."""
+    text = f"{{num_generations: 4, {key}: 1.0}}"
+    with pytest.raises(ConfigError, match=expected):
+        translate_trl(write(tmp_path, "config.yaml", text))
+
+
+def test_the_loss_of_fine_tuning_is_said_to_be_on_other_tokens(tmp_path: Path):
+    remarks = import_trl(write(tmp_path, "sft.yaml", SFT)).remarks
+    assert any("every token of `messages`" in remark for remark in remarks)
+    text = f"{SFT}assistant_only_loss: true\npacking: true\nshuffle_dataset: false\nwarmup_steps: 0.1\n"
+    imported = import_trl(write(tmp_path, "assistant.yaml", text))
+    assert not any("every token" in remark for remark in imported.remarks)
+    found = {".".join(each.key): each.outcome for each in imported.keys if each.key}
+    assert (found["packing"].status, found["shuffle_dataset"].status) == ("no counterpart", "no effect")
+    assert "packed sequences there, rows here" in found["per_device_train_batch_size"].note
+    assert (found["warmup_steps"].status, "share" in found["warmup_steps"].note) == ("no counterpart", True)
+    stepwise = text.replace("warmup_steps: 0.1", "warmup_steps: 0.1\nmax_steps: 200")
+    tree = import_trl(write(tmp_path, "steps.yaml", stepwise)).tree
+    assert tree["actor_train"]["training_args"]["warmup_steps"] == 20

@@ -138,10 +138,55 @@ OVERLONG = "+reward_model.reward_kwargs.overlong_buffer_cfg"
             {"target_kl": 0.2},
         ),
         (("algorithm.kl_ctrl.target_kl=0.2",), {"target_kl": None}),
+        # `+` gives the loss the gradient of k2, and a reward has none
+        ((f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=low_var_kl+"), {"kl_loss_type": "k2"}),
+        (("algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=k3+"), {"kl_penalty": "k3", "add_token_level_kl": True}),
+        # groups with equal rewards have no policy loss, but a KL and an entropy
+        ((f"{ACTOR}.use_kl_loss=True",), {"zero_variance": "train"}),
+        ((f"{ACTOR}.entropy_coeff=0.001",), {"zero_variance": "train"}),
+        ((f"{ACTOR}.entropy_coeff=0",), {"zero_variance": None}),
+        # verl whitens what the critic estimates, and discounts for two estimators alone
+        (("algorithm.adv_estimator=gae", "algorithm.gamma=0.99"), {"whiten_advantages": True, "gamma": 0.99}),
+        (("algorithm.adv_estimator=gae", f"{ACTOR}.use_kl_loss=True"), {"zero_variance": None}),
+        (("algorithm.gamma=0.99",), {"gamma": None, "whiten_advantages": None}),
+        (("algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0.99"), {"gamma": 0.99}),
+        ((f"{POLICY}=gspo", "algorithm.adv_estimator=gae"), {"ratio_type": "sequence-token"}),
+        ((f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0"), {"use_kl_loss": None, "kl_loss_coef": None}),
+        (("data.val_files=b.parquet",), {"eval_steps": 0}),
+        (("data.val_files=b.parquet", "trainer.test_freq=5"), {"eval_steps": 5}),
+        # one response is compared with none
+        (("actor_rollout_ref.rollout.n=1",), {"adv_estimator": "reinforce"}),
+        (
+            ("actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator=reinforce_plus_plus_baseline"),
+            {"adv_estimator": "reinforce_plus_plus"},
+        ),
+        (("algorithm.adv_estimator=gpg", f"{POLICY}=gpg"), {"adv_estimator": "dr_grpo", "pg_variant": "gpg"}),
+        ((f"{POLICY}=gpg",), {"adv_estimator": "grpo", "pg_variant": "vanilla"}),
+        (("algorithm.adv_estimator=optimal_token_baseline",), {"adv_estimator": "grpo"}),
+        ((f"{CORRECTION}.bypass_mode=true", f"{POLICY}=gspo"), {"ratio_type": None, "loss_agg_mode": "token-mean"}),
+        ((), {"actor_train.model_args.dtype": "bfloat16", "actor_train.strategy_args.strategy_name": "fsdp2_train"}),
+        (
+            (f"{ACTOR}.optim.lr_scheduler_type=cosine", f"{ACTOR}.optim.min_lr_ratio=0.1"),
+            {
+                "actor_train.training_args.lr_scheduler_type": "cosine_with_min_lr",
+                "actor_train.training_args.lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+            },
+        ),
+        ((f"{ACTOR}.ppo_micro_batch_size=64", "trainer.nnodes=2"),
+         {"actor_train.training_args.per_device_train_batch_size": 4}),
+        ((f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",), {"actor_train.training_args.per_device_train_batch_size": 4}),
+        (
+            ("actor_rollout_ref.model.lora.rank=8", "actor_rollout_ref.model.lora.target_modules='[linear_qkv]'"),
+            {
+                "actor_train.model_args.lora_rank": 8,
+                "actor_train.model_args.lora_alpha": 32,
+                "actor_train.model_args.lora_target": "q_proj,k_proj,v_proj",
+            },
+        ),
         (
             (f"{POLICY}=gspo", f"{ACTOR}.clip_ratio_low=0.0003", f"{ACTOR}.loss_agg_mode=token-mean"),
             {
-                "ratio_type": "sequence-token",
+                "ratio_type": "sequence",
                 "pg_clip_low": 0.0003,
                 "loss_agg_mode": "seq-mean-token-mean",
                 "dual_clip": None,
@@ -206,7 +251,18 @@ def test_an_option_of_verl(words: tuple[str, ...], expected: dict[str, Any], tmp
     ("word", "status"),
     [
         (f"{POLICY}=clip_cov", "no counterpart"),
-        ("algorithm.adv_estimator=gpg", "no counterpart"),
+        ("algorithm.adv_estimator=grpo_passk", "no counterpart"),
+        ("data.truncation=left", "no counterpart"),
+        ("data.truncation=error", "same"),
+        ("critic.ppo_epochs=2", "no effect"),
+        ("trainer.save_freq=-1", "no counterpart"),
+        ("trainer.save_freq=5", "renamed"),
+        ("trainer.val_before_train=False", "no counterpart"),
+        ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4", "no effect"),
+        ("trainer.resume_from_path=folder", "no effect"),
+        (f"{ACTOR}.ppo_micro_batch_size=$SIZE", "no counterpart"),
+        (f"{ACTOR}.optim.min_lr_ratio=0.1", "no effect"),  # of a constant schedule
+        (f"{ACTOR}.kl_loss_type=kl", "no effect"),  # without use_kl_loss
         (f"{CORRECTION}.rollout_rs=token_k1", "no counterpart"),
         (f"{ACTOR}.megatron.tensor_model_parallel_size=2", "no counterpart"),
         ("actor_rollout_ref.model.lora_rank=$RANK", "no counterpart"),
@@ -231,4 +287,21 @@ def test_arithmetic_of_a_script_is_calculated():
     )
     assert read_overrides(script)["data"] == {
         "max_prompt_length": 2048, "max_response_length": 8192, "x": 15360, "y": 2049, "z": "$((NOT_SET*2))",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("epochs", "status"), [(1, "same"), (2, "no counterpart")])
+def test_a_critic_of_other_epochs_than_the_policys_is_reported(epochs: int, status: str, tmp_path: Path):
+    _, found = options(tmp_path, "algorithm.adv_estimator=gae", f"critic.ppo_epochs={epochs}")
+    assert found["critic.ppo_epochs"] == status
+
+
+def test_defaults_of_variables_are_nested_and_the_last_value_of_a_key_counts():
+    """As a shell and Hydra read them."""
+    script = (
+        "ID=org/model  # don't\nPLACE=${PLACE:-${HOME}/models/${ID}}\nN=${N:-$(nproc)}\n"
+        "python3 -m verl.trainer.main_ppo a.path=$PLACE a.base=${ID##*/} a.n=1 a.empty=${NONE:-} a.n=2"
+    )
+    assert read_overrides(script)["a"] == {
+        "path": "${HOME}/models/org/model", "base": "${ID##*/}", "empty": None, "n": 2,
     }  # fmt: skip
