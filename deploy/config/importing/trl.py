@@ -22,7 +22,7 @@ from offbeat.deploy.config.importing.trl_keys import (
     MATH_REWARDS,
     MODEL,
     RULES,
-    is_correction,
+    importance_correction,
     loss_name,
     overlong_weight,
     reward_names,
@@ -123,7 +123,7 @@ def _grpo_defaults(source: Tree) -> Iterator[tuple[str, Any]]:
     yield "adv_estimator", "grpo"
     yield "old_logprobs", "recompute"
     yield "max_staleness", 0
-    for name, value in is_correction(source).items():
+    for name, value in importance_correction(source).items():
         yield f"{CORRECTION}.{name}", value
     yield "custom_envs", {"prompt": {"env_type": "prompt", "max_steps": 1, "max_tokens_per_step": completion}}
 

@@ -192,7 +192,7 @@ def _one_reward(name: str, weight: float) -> Tree:
     return chosen if weight == 1 else {**chosen, "weight": weight}
 
 
-def is_correction(tree: Tree) -> Tree:
+def importance_correction(tree: Tree) -> Tree:
     """Return the weights and masks by which TRL corrects vLLM's logprobs; empty without vLLM."""
     mode = get(tree, IS_MODE) or DEFAULT_MODE
     if not get(tree, "use_vllm") or get(tree, "vllm_importance_sampling_correction") is False or mode not in MODES:
