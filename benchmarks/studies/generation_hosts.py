@@ -131,7 +131,7 @@ def llm_server(model: Path) -> Any:
             await self._ready(engine._engine_client)
 
     arguments = engine_arguments(CONFIG, model, SEQUENCE_LENGTH, 0)
-    for ours in ("model", "worker_extension_cls", "skip_tokenizer_init"):
+    for ours in ("model", "skip_tokenizer_init"):
         del arguments[ours]
     config = LLMConfig(
         model_loading_config={"model_id": "tiny", "model_source": str(model)},

@@ -56,7 +56,6 @@ def engine_arguments(config: GenerationConfig, model: Path, sequence_length: int
         "enable_prefix_caching": config.engine.enable_prefix_caching,
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
-        "worker_extension_cls": WORKER_EXTENSION,
         # In a placement group vLLM would take Ray's executor
         "distributed_executor_backend": "uni" if config.engine.world_size == 1 else "mp",
     }
@@ -75,14 +74,20 @@ def engine_arguments(config: GenerationConfig, model: Path, sequence_length: int
         blocks = -(-size // CPU_BLOCK_SIZE) if isinstance(size, int) and size > 0 else 1
         given = {**given, "block_size": blocks * CPU_BLOCK_SIZE}
         arguments |= {"kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30)}
-        if config.engine.enforce_eager:  # else the compiler makes one kernel of the PyTorch operations
-            from offbeat.services.generation.vllm import cpu_kernels
-
-            cpu_kernels.register()
-            arguments |= {"ir_op_priority": cpu_kernels.PRIORITY}
     else:
         arguments |= {
             "gpu_memory_utilization": config.engine.gpu_memory_utilization or UTILIZATION,
             "enable_sleep_mode": bool(config.engine.enable_sleep_mode),
         }
     return arguments | given
+
+
+def extension_arguments(config: GenerationConfig) -> dict[str, Any]:
+    """Return the arguments of `WorkerExtension`, which engines with weights of their own lack."""
+    arguments: dict[str, Any] = {"worker_extension_cls": WORKER_EXTENSION}
+    if config.device == "cpu" and config.engine.enforce_eager:  # else the compiler makes one kernel of the operations
+        from offbeat.services.generation.vllm import cpu_kernels
+
+        cpu_kernels.register()
+        arguments["ir_op_priority"] = cpu_kernels.PRIORITY
+    return arguments

@@ -40,7 +40,6 @@ class PromptLogprobs:
             "logprobs_mode": "raw_logprobs",
             "enable_prefix_caching": False,  # cached positions have no logits
         }
-        del arguments["worker_extension_cls"]
         self._k = k
         self._llm = LLM(**arguments)
         self._parameters = SamplingParams(

@@ -116,7 +116,6 @@ def judge_arguments(generation: GenerationConfig, folder: Path) -> dict[str, Any
     """Return the arguments of an engine that reads its weights from a folder itself."""
     arguments = engine_arguments(generation, folder, 0, 0)
     arguments["load_format"] = (generation.engine.model_extra or {}).get("load_format", "auto")
-    del arguments["worker_extension_cls"]
     if generation.engine.max_model_len is None:
         del arguments["max_model_len"]  # the model's own
     return arguments

@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from offbeat.services.generation.config import EngineStrategy, GenerationConfig, VllmConfig
-from offbeat.services.generation.vllm.arguments import engine_arguments, engine_environment
+from offbeat.services.generation.vllm.arguments import engine_arguments, engine_environment, extension_arguments
 from offbeat.trainer.config.aliases import canonicalize
 
 pytestmark = pytest.mark.slow
@@ -60,7 +60,7 @@ def test_a_cpu_has_cache_blocks_of_multiples_of_32(
     assert engine_arguments(config, tmp_path, 64, 1).get("block_size") == used
 
 
-def test_an_eager_engine_on_a_cpu_normalizes_by_kernels(tmp_path: Path):
+def test_an_eager_engine_on_a_cpu_normalizes_by_kernels():
     """A compiled one fuses the operations itself."""
     compiled = EngineStrategy(strategy_config=VllmConfig(enforce_eager=False))
     for config, is_used in (
@@ -68,7 +68,7 @@ def test_an_eager_engine_on_a_cpu_normalizes_by_kernels(tmp_path: Path):
         (GenerationConfig(device="cpu", strategy_args=compiled), False),
         (GenerationConfig(device="cuda"), False),
     ):
-        assert ("ir_op_priority" in engine_arguments(config, tmp_path, 64, 1)) is is_used
+        assert ("ir_op_priority" in extension_arguments(config)) is is_used
 
 
 def test_roles_keys_reach_the_engine(tmp_path: Path):
