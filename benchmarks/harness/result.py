@@ -1,6 +1,7 @@
 """Result of a benchmark: table and JSON."""
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -42,6 +43,28 @@ class Spread:
     def of(cls, values: Iterable[float]) -> "Spread":
         ordered = sorted(values)
         return cls(statistics.median(ordered), ordered[0], ordered[-1], len(ordered))
+
+
+T_975 = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
+    2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+"""97.5 % quantiles of Student's t distribution with 1, 2, ... degrees of freedom."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeanInterval:
+    mean: float
+    low: float
+    high: float
+    """Of the 95 % confidence interval by Student's t distribution."""
+
+
+def mean_interval(values: Sequence[float]) -> MeanInterval:
+    """values: at least two."""
+    mean = statistics.fmean(values)
+    half = T_975[min(len(values) - 1, len(T_975)) - 1] * statistics.stdev(values) / math.sqrt(len(values))
+    return MeanInterval(mean, mean - half, mean + half)
 
 
 def write_json(path: Path, bench: str, options: Mapping[str, Any], result: Mapping[str, Any]) -> None:

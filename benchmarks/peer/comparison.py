@@ -4,16 +4,17 @@ import json
 import shutil
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from offbeat.benchmarks.harness.result import console, show
+from offbeat.benchmarks.harness.result import console, cpu_name, mean_interval, show
 from offbeat.benchmarks.peer import data_steps
 from offbeat.benchmarks.peer.options import (
     DATA_SETTINGS,
     OFFBEAT,
     TRL,
+    WARM_START_S,
     PeerOptions,
     PeerSideError,
 )
@@ -39,6 +40,8 @@ from offbeat.deploy.config.run import RunConfig
 
 TARGETS = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 """Success rates, compared at the highest that both sides reach."""
+MEDIANS = ("trajectories_per_s", "step_s", "step_cpu_s", "startup_s")
+"""Of a side, in the order of the table's columns."""
 SUCCESSES = "successes.json"
 DONE = "done"
 
@@ -52,19 +55,26 @@ class PeerBench:
     def measure(self, setting: PeerSetting, seed: int, side: str) -> SideRun:
         name = f"{TRL}-together" if side == TRL and self._options.together else side
         folder = self._options.folder / f"{setting.name}-{seed}" / name
-        config = self.config(setting, seed, folder.resolve() / "run")
+        config = self.config(setting, seed, folder.resolve() / "run", side)
         if self._options.fresh or not (folder / DONE).exists():
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             self._run(setting, seed, side, config, folder)
             (folder / DONE).touch()
-        run = read_trl(folder) if side == TRL else read_offbeat(folder / "run", Path(config.pretrain))
-        return self._rated(setting, config, run, folder, f"{setting.name}, seed {seed}, {side}")
+        policy = self._policy(setting, seed)
+        run = read_trl(folder) if side == TRL else read_offbeat(folder / "run", policy)
+        if setting.from_command:
+            if side == TRL:
+                run = replace(run, startup_s=run.startup_s + _warm_start_s(policy))
+            run = run.from_command()
+        job_config = self.config(setting, seed, folder.resolve() / "run", TRL)
+        return self._rated(setting, job_config, run, folder, f"{setting.name}, seed {seed}, {side}")
 
-    def config(self, setting: PeerSetting, seed: int, output: Path) -> RunConfig:
-        """Return both sides' configuration; create a missing policy."""
-        steps = self._options.steps or setting.steps
-        return offbeat_config(setting, seed, steps, self._policy(setting, seed), output)
+    def config(self, setting: PeerSetting, seed: int, output: Path, side: str) -> RunConfig:
+        """Return a side's configuration, from which TRL's job is derived; create a missing policy."""
+        steps, policy = self._options.steps or setting.steps, self._policy(setting, seed)
+        warm_started = replace(setting, from_command=False) if side == TRL else setting
+        return offbeat_config(warm_started, seed, steps, policy, output)
 
     def _run(self, setting: PeerSetting, seed: int, side: str, config: RunConfig, folder: Path) -> None:
         self._log(f"setting {setting.name}, seed {seed}: {side} trains")
@@ -86,7 +96,7 @@ class PeerBench:
                 )
             return self._options.smollm2.resolve()
         out = (self._options.folder / "policies" / f"seed-{seed}").resolve()
-        if not (out / "model.safetensors").exists():
+        if not (out / "model.safetensors").exists() or (setting.from_command and not _seconds_file(out).exists()):
             self._log(f"seed {seed}: warm start of the policy that both sides begin with")
             shutil.rmtree(out, ignore_errors=True)
             make_policy(warm_config(setting, seed, out.with_name(f"warm-{seed}")), out, self._options.max_seconds)
@@ -110,6 +120,14 @@ class PeerBench:
         return self._guest
 
 
+def _seconds_file(policy: Path) -> Path:
+    return policy.with_suffix(".json")
+
+
+def _warm_start_s(policy: Path) -> float:
+    return json.loads(_seconds_file(policy).read_text(encoding="utf-8"))[WARM_START_S]
+
+
 def run(options: PeerOptions) -> dict[str, Any]:
     names = [name for name in options.settings if name not in DATA_SETTINGS]
     settings = [with_overrides(SETTINGS[name], options.overrides) for name in names]
@@ -128,20 +146,24 @@ def run(options: PeerOptions) -> dict[str, Any]:
 
 def _setting(bench: PeerBench, options: PeerOptions, setting: PeerSetting) -> dict[str, Any]:
     sides = [side for side in (OFFBEAT, TRL) if side in options.sides]
-    batch = bench.config(setting, options.seeds[0], Path("run")).rollout_batch_size
+    batch = bench.config(setting, options.seeds[0], Path("run"), TRL).rollout_batch_size
     runs = {side: {seed: bench.measure(setting, seed, side) for seed in options.seeds} for side in sides}
-    return {"setting": setting.name, "title": setting.title, **compare(runs, batch)}
+    return {"setting": setting.name, "title": setting.title, **compare(runs, batch, setting.target)}
 
 
-def compare(runs: dict[str, dict[int, SideRun]], batch: int) -> dict[str, Any]:
+def compare(runs: dict[str, dict[int, SideRun]], batch: int, target: float | None = None) -> dict[str, Any]:
     """Return medians over seeds, ratios of the sides, and each run.
 
-    The time ratio at equal success is a median over seeds, whose reached success differs.
+    The time ratio at equal success is a median over seeds, at `target` or each seed's highest common success. Means of
+    success are over the time of the shortest run; their difference between the sides is a mean over seeds.
     """
     seeds = {seed for by_seed in runs.values() for seed in by_seed}
-    targets = {seed: common_target([by_seed[seed] for by_seed in runs.values() if seed in by_seed]) for seed in seeds}
-    sides = {side: _side(by_seed, batch, targets) for side, by_seed in runs.items()}
-    result: dict[str, Any] = {"batch": batch, "sides": sides}
+    targets = {
+        seed: target or common_target([by_seed[seed] for by_seed in runs.values() if seed in by_seed]) for seed in seeds
+    }
+    horizon_s = common_horizon_s([run for by_seed in runs.values() for run in by_seed.values()])
+    sides = {side: _side(by_seed, batch, targets, horizon_s) for side, by_seed in runs.items()}
+    result: dict[str, Any] = {"batch": batch, "horizon_s": horizon_s, "sides": sides}
     if OFFBEAT in sides and TRL in sides:
         ours, theirs = sides[OFFBEAT], sides[TRL]
         result["rate_ratio"] = ours["trajectories_per_s"] / theirs["trajectories_per_s"]
@@ -150,14 +172,27 @@ def compare(runs: dict[str, dict[int, SideRun]], batch: int) -> dict[str, Any]:
         ]
         if known := [theirs_s / ours_s for ours_s, theirs_s in times if ours_s and theirs_s]:
             result["speedup_to_target"] = statistics.median(known)
+        if horizon_s is not None and len(seeds) > 1:
+            pairs = zip(ours["runs"], theirs["runs"], strict=True)
+            differences = [o["mean_success"] - t["mean_success"] for o, t in pairs]
+            result["mean_success_difference"] = asdict(mean_interval(differences))
     return result
+
+
+def common_horizon_s(runs: Sequence[SideRun]) -> float | None:
+    """Return the time of the earliest last snapshot; None unless all runs have evaluated snapshots."""
+    if not runs or any(len(run.snapshots) < 2 or run.snapshots[-1].success is None for run in runs):
+        return None
+    return min(run.snapshots[-1].seconds for run in runs)
 
 
 def common_target(runs: Sequence[SideRun]) -> float | None:
     return next((t for t in TARGETS if runs and all(run.seconds_to(t) is not None for run in runs)), None)
 
 
-def _side(by_seed: dict[int, SideRun], batch: int, targets: dict[int, float | None]) -> dict[str, Any]:
+def _side(
+    by_seed: dict[int, SideRun], batch: int, targets: dict[int, float | None], horizon_s: float | None
+) -> dict[str, Any]:
     return {
         "trajectories_per_s": statistics.median(run.rate(batch) for run in by_seed.values()),
         "step_s": statistics.median(run.step_s() for run in by_seed.values()),
@@ -173,6 +208,7 @@ def _side(by_seed: dict[int, SideRun], batch: int, targets: dict[int, float | No
                 "startup_s": run.startup_s,
                 "target_success": targets[seed],
                 "seconds_to_target": _seconds_to(run, targets[seed]),
+                "mean_success": None if horizon_s is None else run.mean_success(horizon_s),
                 "steps": [asdict(step) for step in run.steps],
                 "curve": [{"step": s.step, "seconds": s.seconds, "success": s.success} for s in run.snapshots],
             }
@@ -198,28 +234,37 @@ def _show(result: dict[str, Any]) -> None:
             run["trajectories_per_s"],
             run["step_s"],
             run["step_cpu_s"],
+            run["startup_s"],
             _reached(run),
+            run["mean_success"],
             _final(run),
         ]
         for side, summary in result["sides"].items()
         for run in summary["runs"]
     ]
     rows += [
-        [side, "median", summary["trajectories_per_s"], summary["step_s"], summary["step_cpu_s"], None, None]
+        [side, "median", *(summary[name] for name in MEDIANS), None, None, None]
         for side, summary in result["sides"].items()
     ]
     if "rate_ratio" in result:
-        rows.append(["offbeat / trl", "", result["rate_ratio"], None, None, result.get("speedup_to_target"), None])
+        speedup = result.get("speedup_to_target")
+        rows.append(["offbeat / trl", "", result["rate_ratio"], None, None, None, speedup, None, None])
+    if "mean_success_difference" in result:
+        difference = "{mean:+.3f} ({low:+.3f} to {high:+.3f})".format_map(result["mean_success_difference"])
+        rows.append(["offbeat - trl, 95 %", "", None, None, None, None, None, difference, None])
+    horizon = f", mean success over {result['horizon_s']:.0f} s" if result["horizon_s"] is not None else ""
     columns = (
         "side",
         "seed",
         "trained trajectories/s",
         "s/step",
         "CPU s/step",
+        "start, s",
         "s to the same success",
+        "mean success",
         "success at the end",
     )
-    show(f"({result['setting']}) {result['title']}", columns, rows)
+    show(f"({result['setting']}) {result['title']}{horizon}; {cpu_name()}", columns, rows)
     for side, summary in result["sides"].items():
         for run in summary["runs"]:
             spent = ", ".join(

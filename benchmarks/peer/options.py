@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 OFFBEAT, TRL = "offbeat", "trl"
+WARM_START_S = "warm_start_s"
+"""In the file of a warm-started policy."""
 DATA_SETTINGS = ("sft", "dpo")
-SETTING_NAMES = ("a", "b", "c", *DATA_SETTINGS)
+SETTING_NAMES = ("a", "b", "c", "d", *DATA_SETTINGS)
 
 
 class PeerError(Exception):

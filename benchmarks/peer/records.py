@@ -80,6 +80,26 @@ class SideRun:
         began, ended = np.interp([first.time, last.time], [time for time, _ in self.cpu], used)
         return float(ended - began) / (last.step - first.step)
 
+    def from_command(self) -> "SideRun":
+        """Return the run with `seconds` counted from its command."""
+        return replace(
+            self,
+            steps=tuple(replace(step, seconds=step.seconds + self.startup_s) for step in self.steps),
+            snapshots=tuple(replace(each, seconds=each.seconds + self.startup_s) for each in self.snapshots),
+        )
+
+    def mean_success(self, horizon_s: float) -> float | None:
+        """Return the mean of held-out success over the first `horizon_s`: the area under its curve, over its length.
+
+        Linear between snapshots, 0 before the first one, None without evaluations up to the horizon.
+        """
+        rated = [(each.seconds, each.success) for each in self.snapshots if each.success is not None]
+        if len(rated) < 2 or rated[-1][0] < horizon_s:
+            return None
+        seconds, successes = np.array(rated).T
+        within = np.append(seconds[seconds < horizon_s], horizon_s)
+        return float(np.trapezoid(np.interp(within, seconds, successes), within)) / horizon_s
+
     def seconds_to(self, target: float) -> float | None:
         """Interpolate the time at which held-out success reached `target`, if ever."""
         rated = [snapshot for snapshot in self.snapshots if snapshot.success is not None]
@@ -105,7 +125,7 @@ def read_trl(folder: Path) -> SideRun:
 def read_offbeat(folder: Path, start: Path) -> SideRun:
     """Read files of `offbeat train`. start: initial policy."""
     records = _lines(folder / "metrics.jsonl")
-    began = next(r["time"] for r in records if r["source"] == "command")
+    began = next(r["values"]["began"] for r in records if r["source"] == "command")
     served = next(r["time"] for r in records if r["source"] == "generation" and r["values"].get("weight_updates"))
     zero = served - REPORT_S
     learner = [r for r in records if r["source"] == "learner" and r["step"] is not None]

@@ -33,6 +33,10 @@ class PeerSetting:
     env_threads: int = 0
     pretrained: bool = False
     """SmolLM2, not a warm-started tiny policy."""
+    from_command: bool = False
+    """Time includes both sides' starts, and Offbeat warm-starts its policy in its run."""
+    target: float | None = None
+    """Success whose time is compared; None: the highest that both sides reach."""
 
 
 LATENCY = "{distribution:lognormal,mean_s:0.1,std_s:0.2}"
@@ -60,6 +64,9 @@ SETTINGS = {
     "c": PeerSetting(
         "c", "SmolLM2-135M, instant env", "frozen_lake_smollm2.yaml", 8, 0, 0, pretrained=True
     ),
+    "d": PeerSetting(
+        "d", "tiny policy, instant env, from the command", "quickstart.yaml", 80, 5, 256, from_command=True, target=0.85
+    ),
 }  # fmt: skip
 
 
@@ -79,8 +86,7 @@ def offbeat_config(setting: PeerSetting, seed: int, steps: int, policy: Path, ou
             f"exp_name=peer-{setting.name}-{seed}",
             f"output_dir={output}",
             f"seed={seed}",
-            f"pretrain={policy}",
-            "warm_start=null",
+            *(() if setting.from_command else (f"pretrain={policy}", "warm_start=null")),
             f"max_steps={steps}",
             f"save_steps={setting.snapshot_every or steps}",
             *LEARNER_MEASURES,

@@ -5,8 +5,10 @@ prompt.
 """
 
 import inspect
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -58,7 +60,11 @@ def load_demos(config: WarmStartConfig) -> Demos:
 
 
 def run_demo(demos: Demos, env: object, rng: np.random.Generator, tag: CustomEnv) -> list[ChatMessageDict]:
-    """Return one episode's messages; templates and turn limit are passed if accepted."""
+    """Return one episode's messages; templates and turn limit are passed if accepted.
+
+    Raises:
+        ValueError: `demos` raised, or returned no messages.
+    """
     available = {
         "max_turns": tag.max_steps,
         "system_prompt": None if tag.agent_system_template is tag.env_instruction is None else tag.system_prompt(""),
@@ -66,7 +72,15 @@ def run_demo(demos: Demos, env: object, rng: np.random.Generator, tag: CustomEnv
     }
     accepted = inspect.signature(demos).parameters
     kwargs: dict[str, Any] = {key: value for key, value in available.items() if key in accepted}
-    return demos(env, rng, **kwargs)
+    try:
+        messages = demos(env, rng, **kwargs)
+    except Exception as error:
+        *_, frame = traceback.extract_tb(error.__traceback__)
+        where = f"{Path(frame.filename).name}, line {frame.lineno}"
+        raise ValueError(f"warm_start.demos raised {type(error).__name__}: {error} ({where})") from error
+    if not messages:
+        raise ValueError("warm_start.demos returned no messages: an episode has at least a user's and an assistant's")
+    return messages
 
 
 def make_text_demonstrator(demos: Demos, env: CustomEnv, chat: ChatFormat, *, max_tokens: int) -> Demonstrate:

@@ -8,7 +8,7 @@ from pydantic import JsonValue
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.vocabulary import MissingWordsError
 from offbeat.deploy.run_folder import newest_checkpoint
-from offbeat.deploy.run_setup import load_architecture
+from offbeat.deploy.run_setup import POLICY, load_architecture
 from offbeat.services.chat.vision import model_family
 from offbeat.services.generation.tenancy import read_architecture
 from offbeat.services.generation.vllm.engine_arguments import engine_argument_names
@@ -126,6 +126,16 @@ def check_resumed_model(config: RunConfig) -> Iterator[ConfigIssue]:
         f"{model} does not fit the checkpoint {checkpoint}: {', '.join(differences)}: take the checkpoint's model, or "
         "start a new run without resume_from_checkpoint",
     )
+
+
+def check_weights(folder: Path) -> Iterator[ConfigIssue]:
+    """Yield a run's folder `policy`, whose model has no weights, if the run has checkpoints."""
+    newest = newest_checkpoint(folder.parent)
+    if folder.name == POLICY and newest is not None and not any(folder.glob("*.safetensors")):
+        yield ConfigIssue(
+            "pretrain",
+            f"{folder} has no weights, as the run began with random ones: take its newest checkpoint, {newest[1]}",
+        )
 
 
 def _find_checkpoint(config: RunConfig) -> Path | None:

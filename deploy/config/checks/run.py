@@ -20,6 +20,7 @@ from offbeat.deploy.config.checks.model import (
     check_experts,
     check_model_split,
     check_resumed_model,
+    check_weights,
 )
 from offbeat.deploy.config.checks.prompts import OnStep, check_first_prompts, ignore_step
 from offbeat.deploy.config.checks.resume import check_resume
@@ -304,6 +305,7 @@ def _check_model(config: RunConfig) -> Iterator[ConfigIssue]:
     if architecture is None:
         yield ConfigIssue("pretrain", f"{folder} has no readable config.json: it is not a Hugging Face model folder")
         return
+    yield from check_weights(folder)
     text = architecture.get("text_config") or architecture  # models with image input nest it
     yield from _check_context(config, text.get("max_position_embeddings"), f"{folder}/config.json")
     heads, width = text.get("num_attention_heads"), text.get("hidden_size")

@@ -5,10 +5,12 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from offbeat.benchmarks.harness.result import mean_interval
 from offbeat.benchmarks.peer.comparison import common_target, compare
 from offbeat.benchmarks.peer.cpu_meter import CPU, CpuMeter, kind_of
 from offbeat.benchmarks.peer.options import PeerError, PeerOptions, parse
@@ -86,7 +88,7 @@ def test_target_is_none_without_a_common_success() -> None:
 
 def test_offbeats_time_counts_from_the_report_of_its_first_weights(tmp_path: Path) -> None:
     records: list[dict[str, object]] = [
-        {"time": 100.0, "source": "command", "step": None, "values": {}},
+        {"time": 101.5, "source": "command", "step": None, "values": {"began": 100.0}},
         {"time": 120.0, "source": "generation", "step": None, "values": {"weight_updates": 0.0}},
         {"time": 131.0, "source": "generation", "step": None, "values": {"weight_updates": 1.0}},
         {"time": 132.5, "source": "learner", "step": 1, "values": {"success": 0.25}},
@@ -99,6 +101,57 @@ def test_offbeats_time_counts_from_the_report_of_its_first_weights(tmp_path: Pat
     assert run.startup_s == 30.0
     assert [(step.step, step.seconds, step.success) for step in run.steps] == [(1, 2.5, 0.25), (2, 4.0, 0.5)]
     assert [(snapshot.step, snapshot.seconds) for snapshot in run.snapshots] == [(0, 0.0), (2, 4.0)]
+
+
+def test_mean_success_is_the_area_under_the_curve() -> None:
+    run = side(2.0, [0.1, 0.3, 0.5, 0.9, 0.9])  # at 0, 10, 20, 30, 40 s
+    assert run.mean_success(40.0) == pytest.approx((0.2 + 0.4 + 0.7 + 0.9) / 4)
+    assert run.mean_success(25.0) == pytest.approx((10 * 0.2 + 10 * 0.4 + 5 * 0.6) / 25)
+    assert run.mean_success(10.0) == pytest.approx(0.2)
+    assert run.mean_success(41.0) is None
+
+
+def test_before_its_first_policy_a_run_succeeds_never() -> None:
+    run = side(2.0, [0.1, 0.3, 0.5, 0.9, 0.9]).from_command()  # the policy is there after 3 s
+    assert run.mean_success(13.0) == pytest.approx(10 * 0.2 / 13)
+    assert run.seconds_to(0.3) == pytest.approx(13.0)
+    assert [step.seconds for step in run.steps[:2]] == [5.0, 7.0]
+
+
+def test_sides_are_compared_by_mean_success_to_the_end_of_the_shortest_run() -> None:
+    ours = {1: side(1.0, [0.0, 0.5, 1.0, 1.0, 1.0]), 2: side(1.0, [0.0, 0.5, 0.5, 0.5, 0.5])}
+    theirs = {1: side(2.0, [0.0, 0.5, 1.0, 1.0, 1.0]), 2: side(2.0, [0.0, 0.5, 0.5, 0.5, 0.5])}
+    result = compare({"offbeat": ours, "trl": theirs}, 64)
+    assert result["horizon_s"] == 20.0
+    assert [run["mean_success"] for run in result["sides"]["offbeat"]["runs"]] == pytest.approx([0.75, 0.4375])
+    assert [run["mean_success"] for run in result["sides"]["trl"]["runs"]] == pytest.approx([0.5, 0.375])
+    difference = result["mean_success_difference"]
+    assert difference["mean"] == pytest.approx(0.15625)
+    assert difference["high"] - difference["mean"] == pytest.approx(12.706 * 0.09375, rel=1e-4)
+    assert difference["mean"] - difference["low"] == pytest.approx(12.706 * 0.09375, rel=1e-4)
+
+
+def test_one_seed_has_no_interval_and_runs_without_evaluations_no_mean() -> None:
+    result = compare({"offbeat": {1: side(1.0, [0.5] * 5)}, "trl": {1: side(1.0, [0.5] * 5)}}, 64)
+    assert result["sides"]["trl"]["runs"][0]["mean_success"] == 0.5
+    assert "mean_success_difference" not in result
+    bare = SideRun(0.0, side(1.0, [0.5] * 5).steps, ())
+    result = compare({"offbeat": {1: bare, 2: bare}, "trl": {1: bare, 2: bare}}, 64)
+    assert result["horizon_s"] is None
+    assert "mean_success_difference" not in result
+
+
+def test_a_target_replaces_the_highest_common_success() -> None:
+    ours, theirs = side(1.0, [0.1, 0.4, 0.8, 0.96, 0.97]), side(4.0, [0.1, 0.4, 0.8, 0.82, 0.81])
+    result = compare({"offbeat": {1: ours}, "trl": {1: theirs}}, 64, target=0.85)
+    assert result["sides"]["trl"]["runs"][0]["seconds_to_target"] is None
+    assert result["sides"]["offbeat"]["runs"][0]["seconds_to_target"] == pytest.approx(10 + 5 * 0.05 / 0.16)
+    assert "speedup_to_target" not in result
+
+
+def test_mean_interval_is_students() -> None:
+    interval = mean_interval([1.0, 2.0, 3.0])
+    assert (interval.mean, interval.high - 2.0, 2.0 - interval.low) == pytest.approx((2.0, 2.4841, 2.4841), rel=1e-4)
 
 
 def test_trls_snapshots_stand_at_their_steps_time(tmp_path: Path) -> None:
@@ -135,6 +188,15 @@ def test_neither_side_evaluates_or_warms_up_within_its_time(folder: Path, tmp_pa
     assert play_rules(config, 4).max_turns == config.custom_envs["FrozenLake"].max_steps
 
 
+def test_from_the_command_offbeat_warm_starts_in_its_run(folder: Path, tmp_path: Path) -> None:
+    config = offbeat_config(SETTINGS["d"], 1, 10, folder, tmp_path / "run")
+    assert config.warm_start is not None
+    assert config.pretrain == "tiny"
+    guest = offbeat_config(replace(SETTINGS["d"], from_command=False), 1, 10, folder, tmp_path / "run")
+    assert guest.warm_start is None
+    assert guest.pretrain == str(folder)
+
+
 def test_command_line_overrides_the_setting(folder: Path, tmp_path: Path) -> None:
     setting = with_overrides(SETTINGS["b"], ["max_staleness=1", "rollout.coalesce_s=0.02"])
     config = offbeat_config(setting, 1, 10, folder, tmp_path / "run")
@@ -146,8 +208,8 @@ def test_command_line_overrides_the_setting(folder: Path, tmp_path: Path) -> Non
 def test_invalid_options_are_named() -> None:
     words = {"settings": "a,c", "seeds": "1, 5", "sides": "trl", "venv": None}
     assert parse(**words) == PeerOptions(settings=("a", "c"), seeds=(1, 5), sides=("trl",), venv=parse(**words).venv)
-    with pytest.raises(PeerError, match="there is no 'd', there is a, b, c"):
-        parse(**{**words, "settings": "a,d"})
+    with pytest.raises(PeerError, match="there is no 'e', there is a, b, c, d"):
+        parse(**{**words, "settings": "a,e"})
     with pytest.raises(PeerError, match="'x' is no whole number"):
         parse(**{**words, "seeds": "1,x"})
 

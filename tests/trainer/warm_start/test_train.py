@@ -18,6 +18,7 @@ from offbeat.trainer.warm_start.demonstrations import (
     ChatMessageDict,
     load_demos,
     make_conversation_sampler,
+    make_text_demonstrator,
     pack_demonstrations,
     tokenize,
 )
@@ -173,3 +174,18 @@ def test_roles_that_do_not_alternate_are_rejected(chat: ChatFormat, roles: list[
 def test_missing_demos_function_is_rejected() -> None:
     with pytest.raises(ValueError, match="has no attribute 'nothing'"):
         load_demos(WARM.model_copy(update={"demos": "offbeat.envs.frozen_lake.demos:nothing"}))
+
+
+def test_an_error_in_the_demos_function_is_named_with_its_place(chat: ChatFormat) -> None:
+    def broken(*arguments: object) -> list[ChatMessageDict]:
+        return [{"role": "user", "content": str(1 // len(arguments[2:]))}]
+
+    sample = make_text_demonstrator(broken, ENV, chat, max_tokens=64)
+    with pytest.raises(ValueError, match=r"warm_start.demos raised ZeroDivisionError: .* \(test_train.py, line \d+\)"):
+        sample(np.random.default_rng(0))
+
+
+def test_a_demonstration_without_messages_is_rejected(chat: ChatFormat) -> None:
+    sample = make_text_demonstrator(lambda *_: [], ENV, chat, max_tokens=64)
+    with pytest.raises(ValueError, match="returned no messages"):
+        sample(np.random.default_rng(0))

@@ -10,7 +10,7 @@ import pytest
 from offbeat.deploy.config.checks.run import check_run, check_settings
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import compose_tree, load_run, validate_tree
-from offbeat.deploy.run_setup import load_architecture
+from offbeat.deploy.run_setup import POLICY, load_architecture, write_policy
 from offbeat.services.generation.config import EngineStrategy, VllmConfig
 from offbeat.services.generation.vllm.engine_arguments import engine_argument_names
 from offbeat.trainer.config.aliases import ENGINE
@@ -82,6 +82,17 @@ def test_a_changed_model_folder_is_named(tmp_path: Path):
     found = problems(output_dir=tmp_path, resume_from_checkpoint=True, pretrain=str(model))["pretrain"]
     assert 'architectures ["Qwen2ForCausalLM"] instead of ["LlamaForCausalLM"]' in found
     assert found.startswith(f"{model} does not fit the checkpoint ")
+
+
+def test_a_runs_policy_without_weights_is_refused_if_the_run_has_trained(tmp_path: Path):
+    config, policy = load_run(QUICKSTART), tmp_path / POLICY
+    policy.mkdir()
+    write_policy(config, policy)
+    assert "pretrain" not in problems(pretrain=str(policy))  # it begins with random weights, as that run did
+    path = checkpoint(tmp_path)
+    assert f"take its newest checkpoint, {path}" in problems(pretrain=str(policy))["pretrain"]
+    (policy / "model.safetensors").touch()
+    assert "has no weights" not in problems(pretrain=str(policy)).get("pretrain", "")
 
 
 def test_a_default_that_one_side_leaves_out_is_no_difference(tmp_path: Path):
