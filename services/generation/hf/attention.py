@@ -76,10 +76,10 @@ def row_attention(
         needs = ", ".join(unsupported) or "a mask of its own"
         raise NotImplementedError(f"{type(module).__name__} needs {needs}: take actor_infer's strategy vllm")
     keys, values = cache.write(module.layer_idx, layout.slots, key, value)
-    queries = query[0].transpose(0, 1)
+    queries, shared = query[0].transpose(0, 1), query.shape[1] // key.shape[1]
     out = queries.new_empty(*queries.shape[:2], value.shape[3])
     for place, block in enumerate(layout.blocks):
-        mask = layout.mask(place, sliding_window, query.dtype)
+        mask = layout.mask(place, sliding_window, shared, query.dtype)
         out[block.tokens] = _attend(block, queries[block.tokens], keys, values, mask, scaling)
     return out[None], None
 
@@ -88,17 +88,22 @@ def _attend(
     block: Block, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None
 ) -> Tensor:
     """Attend from [n, H, D] to a block's rows -> [n, H, D]. Heads that share a key are batched as queries."""
-    rows, heads, num_keys = block.last - block.first, queries.shape[1], keys.shape[2]
-    shared = heads // num_keys
-    padded = queries.new_zeros(rows, block.width, *queries.shape[1:])
-    padded[block.row, block.column] = queries
-    k, v = (each[block.first : block.last, : block.length].transpose(1, 2) for each in (keys, values))
-    q = padded.unflatten(2, (num_keys, shared)).permute(0, 2, 1, 3, 4).flatten(2, 3)  # [rows, K, width * shared, D]
-    if mask is not None and shared > 1 and block.width > 1:
-        mask = mask.repeat_interleave(shared, 2)
+    num_keys, (num_rows, width) = keys.shape[2], block.positions.shape
+    shared = queries.shape[1] // num_keys
+    if block.padding is None:
+        padded = queries.unflatten(0, (num_rows, width))
+    else:
+        padded = queries.new_zeros(num_rows, width, *queries.shape[1:])
+        padded[block.padding] = queries
+    k, v = (_select(each[:, : block.length], block.rows).transpose(1, 2) for each in (keys, values))
+    q = padded.unflatten(2, (num_keys, shared)).permute(0, 2, 1, 3, 4).flatten(2, 3)  # [R, K, width * shared, D]
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
-    out = out.unflatten(2, (block.width, shared)).permute(0, 2, 1, 3, 4).flatten(2, 3)
-    return out[block.row, block.column]
+    out = out.unflatten(2, (width, shared)).permute(0, 2, 1, 3, 4).flatten(2, 3)
+    return out.flatten(0, 1) if block.padding is None else out[block.padding]
+
+
+def _select(cache: Tensor, rows: slice | Tensor) -> Tensor:
+    return cache[rows] if isinstance(rows, slice) else cache.index_select(0, rows)
 
 
 AttentionInterface.register(ROW_ATTENTION, row_attention)

@@ -208,7 +208,7 @@ class HfEngine:
             return "the prompt holds images, and hf_infer reads none"
         if not 0 < len(request.prompt) < self._context:
             return f"a prompt of {len(request.prompt)} tokens does not fit a context of {self._context}"
-        if not all(0 <= token < self._model.vocab_size for token in request.prompt):
+        if min(request.prompt) < 0 or max(request.prompt) >= self._model.vocab_size:
             return f"a token id is outside the vocabulary of {self._model.vocab_size}"
         return ""
 

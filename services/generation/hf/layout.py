@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MAX_PADDING = 2
-"""Maximum ratio of padded to real queries in a kernel call that neighbouring rows share."""
+BLOCK_COST = 8192
+"""Padded pairs of query and key that cost as much as another kernel call."""
 
 
 class Chunk(NamedTuple):
@@ -30,37 +30,37 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows `[first, last)` whose queries are padded to one tensor.
+    """Chunks whose queries are padded to one tensor.
 
-    tokens: [n] int64, indices in the pass; row, column: [n] int64, positions in [last - first, width]; positions: [last
-    - first, width] int64, -1 where padded; length: keys read, from position 0.
+    rows: of the cache, a slice if adjacent, else [R] int64; width, length: queries and keys of a row, keys from position
+    0; tokens: the chunks' in the pass; padding: [n] int64 each, row and column of the tokens in [R, width], None if all
+    chunks have `width` tokens; positions: [R, width] int64, -1 where padded.
     """
 
-    first: int
-    last: int
+    rows: slice | Tensor
     width: int
     length: int
-    tokens: Tensor
-    row: Tensor
-    column: Tensor
+    tokens: slice
+    padding: tuple[Tensor, Tensor] | None
     positions: Tensor
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], offsets: Sequence[int]) -> "Block":
-        """offsets: indices of the chunks' first tokens in the pass."""
-        first, last = chunks[0].row, chunks[-1].row + 1
-        width = max(len(chunk.tokens) for chunk in chunks)
-        counts = torch.tensor([len(chunk.tokens) for chunk in chunks])
-        column = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-        row = (torch.tensor([chunk.row for chunk in chunks]) - first).repeat_interleave(counts)
-        positions = torch.full((last - first, width), -1)
-        positions[row, column] = torch.tensor([chunk.start for chunk in chunks]).repeat_interleave(counts) + column
-        tokens = torch.tensor(offsets).repeat_interleave(counts) + column
-        return cls(first, last, width, max(chunk.end for chunk in chunks), tokens, row, column, positions)
+    def of(cls, chunks: Sequence[Chunk], first_token: int) -> "Block":
+        numbers, counts = [chunk.row for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
+        width, total, num_rows = max(counts), sum(counts), len(chunks)
+        starts = torch.tensor([chunk.start for chunk in chunks])
+        positions, padding = starts[:, None] + torch.arange(width), None
+        if width * num_rows > total:
+            is_padded = torch.arange(width) >= torch.tensor(counts)[:, None]
+            positions, padding = positions.masked_fill(is_padded, -1), torch.where(~is_padded)
+        adjacent = range(numbers[0], numbers[0] + num_rows)
+        rows = slice(adjacent.start, adjacent.stop) if numbers == [*adjacent] else torch.tensor(numbers)
+        length = max(chunk.end for chunk in chunks)
+        return cls(rows, width, length, slice(first_token, first_token + total), padding, positions)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Return the additive mask, [rows, 1, width, length]; None if every key is attended to."""
-        if self.first + 1 == self.last and self.width == 1 and (window is None or self.length <= window):
+        """Return the additive mask, [R, 1, width, length]; None if every key is attended to."""
+        if len(self.positions) == self.width == 1 and (window is None or self.length <= window):
             return None
         keys = torch.arange(self.length)
         positions = self.positions[:, None, :, None]
@@ -79,7 +79,8 @@ class StepLayout:
     """
 
     def __init__(self, chunks: Sequence[Chunk], row_length: int) -> None:
-        chunks = sorted(chunks)
+        groups = _group(chunks)
+        chunks = [chunk for group in groups for chunk in group]
         counts = torch.tensor([len(chunk.tokens) for chunk in chunks])
         starts = torch.tensor([chunk.start for chunk in chunks])
         rows = torch.tensor([chunk.row for chunk in chunks])
@@ -91,37 +92,40 @@ class StepLayout:
         self.slots = rows.repeat_interleave(counts) * row_length + positions
         self.last = ends - 1
         self._counts = counts
-        self.blocks = _make_blocks(chunks, (ends - counts).tolist())
-        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
+        self.blocks: list[Block] = []
+        for group in groups:
+            first_token = self.blocks[-1].tokens.stop if self.blocks else 0
+            self.blocks.append(Block.of(group, first_token))
+        self._masks: dict[tuple[int, int | None, int], Tensor | None] = {}
 
     def select(self, rows: Container[int]) -> tuple[Tensor, Tensor]:
         """Return the indices of some rows' tokens, [n], and chunks, [c] int64."""
         chosen = torch.tensor([row in rows for row in self.rows])
         return chosen.repeat_interleave(self._counts).nonzero()[:, 0], chosen.nonzero()[:, 0]
 
-    def mask(self, place: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        key = (place, window)
+    def mask(self, place: int, window: int | None, shared: int, dtype: torch.dtype) -> Tensor | None:
+        """Return a block's mask, with each query repeated for the `shared` heads of a key."""
+        key = (place, window, shared)
         if key not in self._masks:
-            self._masks[key] = self.blocks[place].mask(window, dtype)
+            mask = self.blocks[place].mask(window, dtype)
+            repeated = mask if mask is None or mask.shape[2] == 1 else mask.repeat_interleave(shared, 2)
+            self._masks[key] = repeated
         return self._masks[key]
 
 
-def _make_blocks(chunks: Sequence[Chunk], offsets: Sequence[int]) -> list[Block]:
-    """Group rows into blocks; single tokens and longer chunks apart."""
-    blocks: list[Block] = []
-    for is_single in (True, False):
-        group = [(c, o) for c, o in zip(chunks, offsets, strict=True) if (len(c.tokens) == 1) == is_single]
-        while group:
-            count = _count_together([chunk for chunk, _ in group])
-            blocks.append(Block.of([c for c, _ in group[:count]], [o for _, o in group[:count]]))
-            group = group[count:]
-    return blocks
-
-
-def _count_together(chunks: Sequence[Chunk]) -> int:
-    best, width, total = 1, 0, 0
-    for count, chunk in enumerate(chunks, 1):
-        width, total = max(width, len(chunk.tokens)), total + len(chunk.tokens)
-        if (chunk.row + 1 - chunks[0].row) * width <= MAX_PADDING * total:
-            best = count
-    return best
+def _group(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+    """Group chunks of similar width and length where padding costs less than another block."""
+    groups: list[list[Chunk]] = []
+    width = length = 0
+    for chunk in sorted(chunks, key=lambda each: (-len(each.tokens), -each.end, each.row)):
+        if groups:
+            group, own = groups[-1], len(chunk.tokens) * chunk.end
+            longer = max(length, chunk.end)
+            padding = width * ((longer - length) * len(group) + longer) - own
+            if padding <= BLOCK_COST:
+                group.append(chunk)
+                length = longer
+                continue
+        groups.append([chunk])
+        width, length = len(chunk.tokens), chunk.end
+    return groups

@@ -8,7 +8,7 @@ from torch.nn import Module
 from torch.nn.functional import scaled_dot_product_attention
 
 from offbeat.services.generation.hf.attention import KvCache, row_attention
-from offbeat.services.generation.hf.layout import MAX_PADDING, Chunk, StepLayout
+from offbeat.services.generation.hf.layout import BLOCK_COST, Chunk, StepLayout
 
 KEYS, SHARED, DIMENSION, LENGTH = 2, 3, 8, 40
 
@@ -27,8 +27,10 @@ def run(cache: KvCache, chunks: list[Chunk], seed: int, **kwargs: Any) -> dict[i
     total = sum(len(chunk.tokens) for chunk in chunks)
     query, key, value = (states(heads, total, seed + i) for i, heads in enumerate((KEYS * SHARED, KEYS, KEYS)))
     out, _ = row_attention(Layer(), query, key, value, None, layout=layout, cache=cache, **kwargs)
-    parts = [each[0].transpose(0, 1).split([len(c.tokens) for c in sorted(chunks)]) for each in (query, key, value)]
-    outs = out[0].split([len(c.tokens) for c in sorted(chunks)])
+    counts = {chunk.row: len(chunk.tokens) for chunk in chunks}
+    lengths = [counts[row] for row in layout.rows]
+    parts = [each[0].transpose(0, 1).split(lengths) for each in (query, key, value)]
+    outs = out[0].split(lengths)
     return {row: tuple(each) for row, *each in zip(layout.rows, outs, *parts, strict=True)}
 
 
@@ -51,11 +53,22 @@ def test_each_row_attends_to_its_own_tokens_up_to_each_position(window: int | No
         assert (alone.transpose(0, 1) - out).abs().max() < 1e-5
 
 
-def test_neighbours_share_a_block_as_long_as_padding_is_bounded() -> None:
-    layout = StepLayout([Chunk(row, 30, [1]) for row in (0, 1, 2, 3, 15)] + [Chunk(5, 0, [1] * 20)], LENGTH)
-    assert [(block.first, block.last) for block in layout.blocks] == [(0, 4), (15, 16), (5, 6)]
-    for block in layout.blocks:
-        assert (block.last - block.first) * block.width <= MAX_PADDING * len(block.tokens)
+def test_adjacent_rows_are_read_in_place_and_others_gathered() -> None:
+    for rows in ([3, 4, 5], [2, 4, 5]):
+        (block,) = StepLayout([Chunk(row, 30, [1]) for row in reversed(rows)], LENGTH).blocks
+        selected = torch.arange(10)[block.rows]
+        assert selected.tolist() == rows
+        assert isinstance(block.rows, slice) == (rows == [3, 4, 5])
+
+
+def test_chunks_share_a_block_where_padding_costs_less_than_another_call() -> None:
+    short, long = [Chunk(row, 100, [1]) for row in range(4)], [Chunk(row, 0, [1] * 600) for row in range(4, 8)]
+    layout = StepLayout([*short, *long, Chunk(8, 3 * BLOCK_COST, [1])], 1024)
+    assert [block.positions.shape for block in layout.blocks] == [(4, 600), (1, 1), (4, 1)]
+    assert sorted(layout.rows) == list(range(9))
+    assert [block.tokens for block in layout.blocks] == [slice(0, 2400), slice(2400, 2401), slice(2401, 2405)]
+    (together,) = StepLayout([Chunk(0, 5, [1] * 20), Chunk(1, 9, [1] * 3), Chunk(2, 0, [1])], 1024).blocks
+    assert together.positions.tolist()[1:] == [[9, 10, 11, *[-1] * 17], [0, *[-1] * 19]]
 
 
 def test_a_copied_prefix_serves_another_row() -> None:
