@@ -54,6 +54,8 @@ class DiagnosisLimits:
     """Longest answer of any env."""
     is_sampling_cut: bool = False
     """Whether `top_p` or `top_k` cut the engine's distribution."""
+    has_faster_engine: bool = False
+    """Whether `hf_infer` would sample this policy faster than its engine."""
 
 
 NO_LIMITS = DiagnosisLimits()
@@ -310,6 +312,9 @@ def _slowest_source(window: StepWindow) -> tuple[str, str, tuple[str, ...]]:
         "let them run further ahead"
     )
     keys = ("train_env_manager.num_env_groups", "rollout.num_workers", "actor_infer.num_replicas", "max_staleness")
+    if window.limits.has_faster_engine:
+        cause += ", or sample this tiny policy by hf_infer, which takes less CPU a turn than vLLM"
+        keys = (*keys, "actor_infer.strategy_args.strategy_name")
     return "groups", cause, keys
 
 

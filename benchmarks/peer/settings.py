@@ -39,9 +39,11 @@ class PeerSetting:
     """Success whose time is compared; None: the highest that both sides reach."""
 
 
+HF_INFER = "actor_infer.strategy_args.strategy_name=hf_infer"
+"""The engine for models this small on a CPU, by transformers, as TRL's side is."""
 LATENCY = "{distribution:lognormal,mean_s:0.1,std_s:0.2}"
 SETTINGS = {
-    "a": PeerSetting("a", "tiny policy, instant env", "quickstart.yaml", 120, 10, 256),
+    "a": PeerSetting("a", "tiny policy, instant env", "quickstart.yaml", 120, 10, 256, overrides=(HF_INFER,)),
     "b": PeerSetting(
         "b",
         "tiny policy, env steps log-normal, mean 0.1 s, std 0.2 s",
@@ -50,6 +52,7 @@ SETTINGS = {
         5,
         256,
         overrides=(
+            HF_INFER,
             f"custom_envs.{TAG}.env_type={SLOW_LAKE}",
             f"custom_envs.{TAG}.execution=thread",
             f"custom_envs.{TAG}.env_config.latency={LATENCY}",
@@ -65,7 +68,8 @@ SETTINGS = {
         "c", "SmolLM2-135M, instant env", "frozen_lake_smollm2.yaml", 8, 0, 0, pretrained=True
     ),
     "d": PeerSetting(
-        "d", "tiny policy, instant env, from the command", "quickstart.yaml", 80, 5, 256, from_command=True, target=0.85
+        "d", "tiny policy, instant env, from the command", "quickstart.yaml", 80, 5, 256, overrides=(HF_INFER,),
+        from_command=True, target=0.85,
     ),
 }  # fmt: skip
 

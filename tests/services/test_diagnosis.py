@@ -184,6 +184,22 @@ def test_limits_of_a_run_have_its_longest_answer():
         assert read_run(Path(name)).limits.answer_tokens == longest
 
 
+def test_a_tiny_policy_that_vllm_samples_on_a_cpu_has_a_faster_engine():
+    from offbeat.deploy.config.loader import read_run
+
+    waiting = steps(time__wait_s=0.9, time__step_s=1.0, reward_max=1.0)
+    for overrides, is_named in (
+        ([], True),
+        (["actor_infer.strategy_args.strategy_name=hf_infer"], False),
+        (["+tiny.vision={}"], False),
+        (["pretrain=/models/qwen"], False),
+        (["+actor_infer.strategy_args.strategy_config.enable_log_requests=true"], False),
+    ):
+        limits = read_run(Path("quickstart"), overrides).limits
+        (finding,) = (each for each in diagnose(waiting, limits) if each.name == "idle_learner")
+        assert ("hf_infer" in str(finding)) == is_named == (finding.keys[-1].endswith("strategy_name")), overrides
+
+
 def test_a_cut_distribution_is_no_mismatch():
     """The logprobs of an engine with top_p are of what is kept, the trainer's of all: no sign of types that differ."""
     from offbeat.deploy.config.loader import load_run

@@ -182,7 +182,16 @@ class LearnerRunConfig(LearnerConfig):
             train.training_args.max_grad_norm,
             answer_tokens,
             is_sampling_cut=sampling.top_p < 1 or sampling.top_k > 0,
+            has_faster_engine=self._has_faster_engine,
         )
+
+    @property
+    def _has_faster_engine(self) -> bool:
+        """Return whether vLLM samples a tiny policy on a CPU with nothing that `hf_infer` lacks."""
+        infer = self.actor_infer
+        is_vllm = infer.strategy_args.strategy_name == "vllm" and infer.device == "cpu"
+        is_tiny = self.pretrain == "tiny" and self.tiny.vision is None
+        return self.uses_engine and is_vllm and is_tiny and not infer.engine.model_extra
 
     @property
     def settings(self) -> Settings:
