@@ -52,7 +52,8 @@ class Block:
         positions, padding = starts[:, None] + torch.arange(width), None
         if width * num_rows > total:
             is_padded = torch.arange(width) >= torch.tensor(counts)[:, None]
-            positions, padding = positions.masked_fill(is_padded, -1), torch.where(~is_padded)
+            row, column = torch.where(~is_padded)
+            positions, padding = positions.masked_fill(is_padded, -1), (row, column)
         adjacent = range(numbers[0], numbers[0] + num_rows)
         rows = slice(adjacent.start, adjacent.stop) if numbers == [*adjacent] else torch.tensor(numbers)
         length = max(chunk.end for chunk in chunks)
