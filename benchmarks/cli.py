@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from offbeat.benchmarks.cli_options import CoalesceS, Cuda, JsonFile, ModelFolder, Quick, Size, run_bench
+from offbeat.benchmarks.cli_options import CoalesceS, Cuda, JsonFile, MeshEngine, ModelFolder, Quick, Size, run_bench
 from offbeat.benchmarks.cli_runs import runs_app
 from offbeat.deploy.local.signals import raise_interrupt_on_signals
 
@@ -123,6 +123,7 @@ def bench_turn(
     ] = None,
     coalesce_s: CoalesceS = 0.0,
     sessions: Annotated[bool, typer.Option(help="Keep episodes in the engine between their turns.")] = True,
+    engine: Annotated[MeshEngine, typer.Option(help="Of the mesh; the bare one is vLLM.")] = MeshEngine.vllm,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     json: JsonFile = None,
     quick: Quick = False,
@@ -136,6 +137,7 @@ def bench_turn(
         concurrency=tuple(concurrency or bench.TurnOptions().concurrency),
         coalesce_s=coalesce_s,
         sessions=sessions,
+        engine=engine.value,
         rounds=rounds,
     )
     if quick:

@@ -34,6 +34,11 @@ class Size(StrEnum):
     m135 = "135M"
 
 
+class MeshEngine(StrEnum):
+    vllm = "vllm"
+    hf_infer = "hf_infer"
+
+
 class Work(StrEnum):
     real = "real"
     emulated = "emulated"

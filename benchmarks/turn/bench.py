@@ -1,7 +1,7 @@
 """`offbeat bench turn`: CPU and wall time of a turn by part, in the mesh and on three floors, in turn.
 
-The mesh is a real env worker on FrozenLake, its buffer, Ray Serve and a replica with vLLM; nothing is trained. A part
-within a process is timed on its thread; `rest` of a process is what its parts leave.
+The mesh is a real env worker on FrozenLake, its buffer, Ray Serve and a replica; nothing is trained. A part within a
+process is timed on its thread; `rest` of a process is what its parts leave. `hf_infer` computes in the replica.
 """
 
 import time
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from offbeat.benchmarks.generation import publish_start, running_service
 from offbeat.benchmarks.harness.environment import TAG, BenchEnvironment, bench_environment, manager
@@ -25,10 +25,11 @@ from offbeat.benchmarks.turn.table import show_turns
 from offbeat.benchmarks.turn.worker_parts import TURN, WORKER_PARTS
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.buffer.learner_client import RedisLearnerBuffer
-from offbeat.services.generation.config import Dtype, EngineModelArgs, EngineStrategy
+from offbeat.services.generation.config import Dtype, EngineModelArgs, EngineStrategy, GenerationConfig
 from offbeat.services.messages.types import Trajectory
 from offbeat.services.rollout.config import CustomEnv, RolloutConfig
 
+EngineName = Literal["vllm", "hf_infer"]
 ANSWER_TOKENS = 2
 """A word and the end, as a trained policy answers."""
 UNREACHED_STEPS = 10**6
@@ -51,6 +52,8 @@ class TurnOptions:
     coalesce_s: float = 0.0
     sessions: bool = True
     """`actor_infer.keep_sessions`."""
+    engine: EngineName = "vllm"
+    """Of the mesh; the floor is vLLM's with either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +85,11 @@ def run(options: TurnOptions) -> dict[str, Any]:
 
 def _start(options: TurnOptions, base: BenchEnvironment, stack: ExitStack) -> tuple["Mesh", dict[str, "Floor"]]:
     model = make_smollm2(base) if options.smollm2 else options.model
-    config = _run_config(base, options, model)
+    config, floor = _run_config(base, options, model)
     model = model or config.output_dir / "policy"
     publish_start(base, config, model)
     files = {name: base.folder / f"{name}.parts" for name in ("bare", "engine", "worker")}
-    bare = BareTurns(config.actor_infer, model, config.sequence_length, {FILE: str(files["bare"])})
+    bare = BareTurns(floor, model, config.sequence_length, {FILE: str(files["bare"])})
     floors: dict[str, Any] = {"bare": bare, "forward": ForwardAlone(model, options.dtype, 1), "env": EnvAlone()}
     actors = {name: stack.enter_context(ProcessActor(it, base.folder / f"{name}.log")) for name, it in floors.items()}
     address = stack.enter_context(running_service(base, config, model, {FILE: str(files["engine"])}))
@@ -97,7 +100,8 @@ def _start(options: TurnOptions, base: BenchEnvironment, stack: ExitStack) -> tu
     return mesh, {name: Floor(each, engine_times.get(name)) for name, each in actors.items()}
 
 
-def _run_config(base: BenchEnvironment, options: TurnOptions, model: Path | None) -> RunConfig:
+def _run_config(base: BenchEnvironment, options: TurnOptions, model: Path | None) -> tuple[RunConfig, GenerationConfig]:
+    """Return the mesh's configuration and that of the bare engine."""
     lake = CustomEnv(env_type="frozen_lake", max_steps=12, max_tokens_per_step=ANSWER_TOKENS, execution="inline")
     most = max(options.concurrency)
     first = base.run_config(
@@ -109,18 +113,18 @@ def _run_config(base: BenchEnvironment, options: TurnOptions, model: Path | None
         max_steps=UNREACHED_STEPS,
         **({} if model is None else {"pretrain": str(model.resolve())}),
     )
-    engine = first.actor_infer.engine.model_copy(update={"worker_extension_cls": EXTENSION})
-    strategy = EngineStrategy.model_construct(strategy_name="vllm", strategy_config=engine)
-    infer = first.actor_infer.model_copy(
-        update={
-            "model_args": EngineModelArgs(dtype=options.dtype),
-            "strategy_args": strategy,
-            "keep_sessions": options.sessions,
-        }
+    timed = first.actor_infer.engine.model_copy(update={"worker_extension_cls": EXTENSION})
+    common = {"model_args": EngineModelArgs(dtype=options.dtype), "keep_sessions": options.sessions}
+    floor = first.actor_infer.model_copy(
+        update={**common, "strategy_args": EngineStrategy.model_construct(strategy_name="vllm", strategy_config=timed)}
     )
-    config = first.model_copy(update={"actor_infer": infer})
+    mesh = floor
+    if options.engine == "hf_infer":
+        strategy = EngineStrategy(strategy_name="hf_infer", strategy_config=first.actor_infer.engine)
+        mesh = floor.model_copy(update={"strategy_args": strategy})
+    config = first.model_copy(update={"actor_infer": mesh})
     base.prepare(config)
-    return config
+    return config, floor
 
 
 class Mesh:

@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import tempfile
 import threading
 import time
@@ -136,6 +137,7 @@ class World:
         self._runner.run(self._async_redis.aclose())
         self._runner.close()
         self.disk.close()
+        shutil.rmtree(self.folder.parent)
 
     def _begin_life(self) -> Life:
         self.happened["lives"] += 1
