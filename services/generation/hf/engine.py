@@ -27,6 +27,7 @@ from offbeat.services.generation.hf.model import Adapter, PolicyModel, Route, Ve
 from offbeat.services.generation.hf.rows import RowStore
 from offbeat.services.generation.hf.sampler import find_top, sample
 from offbeat.services.generation.hf.scheduler import PlannedChunk, RunningSequence, Scheduler
+from offbeat.services.malloc import keep_freed_memory_here
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, Sampling
 
 MAX_PASSES_BEFORE_LOAD = 2
@@ -74,6 +75,7 @@ class HfEngine:
 
     @classmethod
     async def start(cls, config: GenerationConfig, model: Path, *, sequence_length: int, seed: int) -> "HfEngine":
+        keep_freed_memory_here()
         dtype = getattr(torch, config.model_args.dtype or "float32")
         policy = await asyncio.to_thread(PolicyModel, model, dtype)
         engine = cls(policy, config, config.engine.max_model_len or sequence_length, seed)

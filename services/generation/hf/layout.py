@@ -11,8 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK_COST = 8192
-"""Padded pairs of query and key that cost as much as another kernel call."""
+BLOCK_COST = 2048
+"""Pairs of query and key that cost as much as another kernel call."""
+MAX_PADDING = 0.125
+"""Padded pairs of larger blocks, of their real ones."""
 
 
 class Chunk(NamedTuple):
@@ -115,18 +117,18 @@ class StepLayout:
 
 
 def _group(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-    """Group chunks of similar width and length where padding costs less than another block."""
+    """Group chunks of similar width and length, where padding costs less than another block."""
     groups: list[list[Chunk]] = []
-    width = length = 0
+    width = length = pairs = 0
     for chunk in sorted(chunks, key=lambda each: (-len(each.tokens), -each.end, each.row)):
+        own = len(chunk.tokens) * chunk.end
         if groups:
-            group, own = groups[-1], len(chunk.tokens) * chunk.end
-            longer = max(length, chunk.end)
-            padding = width * ((longer - length) * len(group) + longer) - own
-            if padding <= BLOCK_COST:
-                group.append(chunk)
-                length = longer
+            longest, total = max(length, chunk.end), pairs + own
+            padding = width * longest * (len(groups[-1]) + 1) - total
+            if padding <= max(BLOCK_COST, MAX_PADDING * total):
+                groups[-1].append(chunk)
+                length, pairs = longest, total
                 continue
         groups.append([chunk])
-        width, length = len(chunk.tokens), chunk.end
+        width, length, pairs = len(chunk.tokens), chunk.end, own
     return groups

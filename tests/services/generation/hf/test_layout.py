@@ -1,5 +1,6 @@
 """Blocks of rows attend as each row would alone."""
 
+import random
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from torch.nn import Module
 from torch.nn.functional import scaled_dot_product_attention
 
 from offbeat.services.generation.hf.attention import KvCache, row_attention
-from offbeat.services.generation.hf.layout import BLOCK_COST, Chunk, StepLayout
+from offbeat.services.generation.hf.layout import BLOCK_COST, MAX_PADDING, Chunk, StepLayout
 
 KEYS, SHARED, DIMENSION, LENGTH = 2, 3, 8, 40
 
@@ -69,6 +70,20 @@ def test_chunks_share_a_block_where_padding_costs_less_than_another_call() -> No
     assert [block.tokens for block in layout.blocks] == [slice(0, 2400), slice(2400, 2401), slice(2401, 2405)]
     (together,) = StepLayout([Chunk(0, 5, [1] * 20), Chunk(1, 9, [1] * 3), Chunk(2, 0, [1])], 1024).blocks
     assert together.positions.tolist()[1:] == [[9, 10, 11, *[-1] * 17], [0, *[-1] * 19]]
+
+
+def test_the_padding_of_a_block_is_bounded_however_many_rows_it_has() -> None:
+    layout = StepLayout([Chunk(0, 7999, [1]), *(Chunk(row, 499, [1]) for row in range(1, 65))], 8192)
+    assert [(block.length, len(block.positions)) for block in layout.blocks] == [(8000, 1), (500, 64)]
+    draw = random.Random(0)
+    for _ in range(50):
+        chunks = [Chunk(row, draw.randrange(2000), [1] * draw.choice((1, 1, 1, 17, 300))) for row in range(60)]
+        layout = StepLayout(chunks, 4096)
+        real = {chunk.row: len(chunk.tokens) * chunk.end for chunk in chunks}
+        rows = iter(layout.rows)
+        for block in layout.blocks:
+            pairs = sum(real[next(rows)] for _ in block.positions)
+            assert block.positions.numel() * block.length - pairs <= max(BLOCK_COST, MAX_PADDING * pairs)
 
 
 def test_a_copied_prefix_serves_another_row() -> None:
