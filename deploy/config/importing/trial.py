@@ -69,7 +69,8 @@ def make_trial(tree: Tree) -> Tree:
     for role in ROLES[:2]:
         remove(tree, (role, "device"))
         put(tree, (role, "device"), "cpu")
-    if any(IMAGE in (env.get("agent_template") or "") for env in tree.get("custom_envs", {}).values()):
+    shows_images = any(IMAGE in (env.get("agent_template") or "") for env in tree.get("custom_envs", {}).values())
+    if shows_images or get(tree, "data.images_key"):
         put(tree, ("tiny", "vision"), {})
     longest = tree.get("sequence_length")
     if isinstance(longest, int) and longest > TinyPolicyConfig().max_position_embeddings:

@@ -323,3 +323,10 @@ def test_a_students_file_has_its_teacher_and_loss():
     assert (tree["data"]["prompt_key"], tree["data"]["response_key"]) == ("question_zh", "answer_zh")
     assert tree["rollout_batch_size"] == 8 * 4
     assert by_key(reports)["logits_transfer_backend"].outcome.status == "no counterpart"
+
+
+def test_a_trial_of_rows_with_images_has_a_policy_that_reads_them():
+    text, images = import_roll(RLVR).tree, import_roll(RLVR).tree
+    images["data"]["images_key"] = "images"
+    assert "vision" not in make_trial(text).get("tiny", {})
+    assert make_trial(images)["tiny"]["vision"] == {}
