@@ -93,5 +93,5 @@ def test_a_childs_steps_are_read_and_its_end_is_told(tmp_path: Path) -> None:
 
 def test_settings_of_rows_are_settings_of_the_command() -> None:
     assert parse(settings="sft,dpo", seeds="1", sides="offbeat,trl", venv=None).settings == ("sft", "dpo")
-    with pytest.raises(PeerError, match="there is no 'kto', there is a, b, c, sft, dpo"):
+    with pytest.raises(PeerError, match="there is no 'kto', there is a, b, c, d, sft, dpo"):
         parse(settings="kto", seeds="1", sides="trl", venv=None)
