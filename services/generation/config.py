@@ -72,6 +72,14 @@ class VllmConfig(Config):
 HF_ARGUMENTS = ("max_model_len", "max_num_seqs", "enable_prefix_caching", "max_lora_rank")
 """`VllmConfig`'s fields that `hf_infer` has, too."""
 
+
+def arguments_beyond_hf(engine: VllmConfig) -> list[str]:
+    """Return the set arguments that `hf_infer` does not have."""
+    fields = type(engine).model_fields.items()
+    changed = [name for name, field in fields if name not in HF_ARGUMENTS and getattr(engine, name) != field.default]
+    return [*changed, *(engine.model_extra or ())]
+
+
 UNSUPPORTED = {
     "megatron_infer": "vLLM shards engines by tensor_parallel_size and pipeline_parallel_size",
     **dict.fromkeys(

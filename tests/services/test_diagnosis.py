@@ -193,6 +193,8 @@ def test_a_tiny_policy_that_vllm_samples_on_a_cpu_has_a_faster_engine():
         (["actor_infer.strategy_args.strategy_name=hf_infer"], False),
         (["+tiny.vision={}"], False),
         (["pretrain=/models/qwen"], False),
+        (["actor_infer.app=engines"], False),
+        (["actor_infer.strategy_args.strategy_config={max_num_seqs: 256, max_lora_rank: 8, max_loras: 2}"], False),
         (["+actor_infer.strategy_args.strategy_config.enable_log_requests=true"], False),
     ):
         limits = read_run(Path("quickstart"), overrides).limits

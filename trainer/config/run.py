@@ -6,7 +6,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from offbeat.services.buffer.config import BufferConfig
 from offbeat.services.diagnosis import DiagnosisLimits
-from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.generation.config import GenerationConfig, arguments_beyond_hf
 from offbeat.services.live_settings import Settings, configured_settings
 from offbeat.services.reward.config import AnyReward, Combine, RewardsConfig
 from offbeat.services.rollout.config import CustomEnv, EnvManagerConfig, RolloutConfig
@@ -191,7 +191,7 @@ class LearnerRunConfig(LearnerConfig):
         infer = self.actor_infer
         is_vllm = infer.strategy_args.strategy_name == "vllm" and infer.device == "cpu"
         is_tiny = self.pretrain == "tiny" and self.tiny.vision is None
-        return self.uses_engine and is_vllm and is_tiny and not infer.engine.model_extra
+        return self.uses_engine and is_vllm and is_tiny and infer.app is None and not arguments_beyond_hf(infer.engine)
 
     @property
     def settings(self) -> Settings:

@@ -6,7 +6,7 @@ from offbeat.deploy.config.checks.model import has_vision
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.vocabulary import MissingWordsError
 from offbeat.deploy.run_setup import load_architecture
-from offbeat.services.generation.config import HF_ARGUMENTS
+from offbeat.services.generation.config import HF_ARGUMENTS, arguments_beyond_hf
 from offbeat.services.generation.hf.limits import architecture_problem, bytes_per_token, cache_problem
 from offbeat.trainer.config.aliases import ENGINE
 from offbeat.trainer.config.issue import ConfigIssue
@@ -19,13 +19,7 @@ def check_hf_infer(config: RunConfig) -> Iterator[ConfigIssue]:
     infer = config.actor_infer
     if infer.strategy_args.strategy_name != "hf_infer":
         return
-    engine = infer.engine
-    unsupported = [
-        name
-        for name, field in type(engine).model_fields.items()
-        if name not in HF_ARGUMENTS and getattr(engine, name) != field.default
-    ]
-    for name in (*unsupported, *(engine.model_extra or ())):
+    for name in arguments_beyond_hf(infer.engine):
         yield ConfigIssue(
             f"{ENGINE}.{name}", f"hf_infer has {', '.join(HF_ARGUMENTS)} alone: leave {name} out, or take vllm"
         )
