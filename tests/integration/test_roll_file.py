@@ -133,7 +133,7 @@ def import_trial(kind: str, rows: Sequence[object], folder: Path) -> Path:
 @pytest.mark.timeout(300)
 def test_rolls_rlvr_file_trains_after_its_import(tmp_path: Path):
     short = {"instruction_id_list": ["length_constraints:number_words"]}
-    short |= {"kwargs": [{"relation": "less than", "num_words": 3}]}
+    short |= {"kwargs": [{"relation": "less than", "num_words": 100}]}  # by every answer, so that rewards differ by tag
     rows = [
         *({"prompt": f"{n} + 2 =", "ground_truth": str(n + 2), "tag": "deepmath_103k"} for n in range(4)),
         *({"prompt": f"<answer> {n} </answer>", "ground_truth": str(n), "tag": "crossthinkqa"} for n in range(2)),
