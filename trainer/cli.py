@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 REDIS_VARIABLE = "OFFBEAT_REDIS"
 """Environment variable: Redis URL."""
 DONE, FAILED, UNUSABLE, FENCED, OVER = 0, 1, 2, 3, 4
+MESSAGE = "offbeat learner: "
+"""Beginning of the line that says why the process failed."""
 END_CHECK_INTERVAL_S = 1.0
 
 
@@ -239,7 +241,7 @@ def _fail(code: int, message: str, view: "LearnerView | None" = None) -> int:
         view.close()
     logger.error("%s", message)
     if _is_leader():
-        sys.stderr.write(f"offbeat learner: {message}\n")
+        sys.stderr.write(f"{MESSAGE}{message}\n")
     return code
 
 
