@@ -20,7 +20,6 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from offbeat.deploy import run_folder
 from offbeat.deploy.cli.report import update_history
 from offbeat.deploy.cli.run_view import LiveView, open_view
-from offbeat.deploy.components.learner_host import LEARNER_LOG
 from offbeat.deploy.config.loader import dump_yaml
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.doctor.libraries import check_libraries
@@ -40,7 +39,6 @@ from offbeat.services.ports import find_port_problem
 from offbeat.services.redis.connection import connect
 from offbeat.services.redis.errors import retryable
 from offbeat.services.telemetry import configure_logging
-from offbeat.trainer.cli import MESSAGE, UNUSABLE
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +48,6 @@ WATCH_POLL_S = 1.0
 """Each poll costs CPU time."""
 METRICS_PAGE = 2000
 REPORT_PATIENCE_S = 1.0
-LEARNER_REFUSED = f"learner: exit code {UNUSABLE}"
-"""Of a learner that wrote why no restart helps."""
 """Redis' retry timeout for an unfinished run's report."""
 UNREACHABLE_S = 240.0
 FINISHED, FAILED, UNTRAINED, INTERRUPTED = 0, 1, 6, 130
@@ -232,8 +228,6 @@ class TrainCommand:
         await self._mesh.stop(RunState.FAILED)
         self._view.close()
         self._view.print(f"The run failed: {error}")
-        if LEARNER_REFUSED in str(error) and (reason := self._learner_message()):
-            self._view.print(f"The learner says: {reason}")
         if self._is_resumable():
             self._show_resume_command()
         return FAILED
@@ -247,14 +241,6 @@ class TrainCommand:
         if run_folder.newest_saved(self._config.output_dir) is not None:
             self._show_resume_command()
         return INTERRUPTED
-
-    def _learner_message(self) -> str:
-        """Return the last message of the learner's process; empty without one."""
-        try:
-            lines = (self._config.output_dir / LEARNER_LOG).read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:
-            return ""
-        return next((line.removeprefix(MESSAGE) for line in reversed(lines) if line.startswith(MESSAGE)), "")
 
     def _is_resumable(self) -> bool:
         was_resumable = self._last is not None and self._last.resumable

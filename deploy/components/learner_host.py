@@ -27,7 +27,7 @@ from offbeat.services.process import bind_to_thread
 from offbeat.services.redis.connection import OutageRetry, connect
 from offbeat.services.redis.lease import LEASE_NONCE, free_lease_of, owner_of
 from offbeat.services.redis.run_writes import RunWrites
-from offbeat.trainer.cli import REDIS_VARIABLE
+from offbeat.trainer.cli import MESSAGE, REDIS_VARIABLE, UNUSABLE
 from offbeat.trainer.watchdog import EXIT_HUNG
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,8 @@ class LearnerStatus:
     started: bool
     alive: bool
     exit_code: int | None = None
+    message: str = ""
+    """Why no restart helps, as the learner wrote it."""
     stopping: bool = False
     incarnation: str = ""
     died: str = ""
@@ -67,7 +69,9 @@ class LearnerStatus:
 
     @property
     def end_reason(self) -> str:
-        return "its host is gone" if self.exit_code is None else _describe_exit(self.exit_code)
+        if self.exit_code is None:
+            return "its host is gone"
+        return self.message or _describe_exit(self.exit_code)
 
 
 def _describe_exit(code: int) -> str:
@@ -92,6 +96,7 @@ def read_status(redis: Redis, run_id: str) -> LearnerStatus:
         started=True,
         alive=code is None and bool(redis.exists(alive_key(run_id))),
         exit_code=int(code) if code is not None else None,
+        message=raw.get(b"message", b"").decode(),
         stopping=b"stop" in raw,
         incarnation=raw[b"incarnation"].decode(),
         died=raw.get(b"died", b"").decode(),
@@ -325,12 +330,18 @@ class LearnerHost:
             self._lease_held_at = time.monotonic()
         return self._lease_held_at is not None and time.monotonic() > self._lease_held_at + HANG_TIMEOUT_S
 
+    def _last_message(self) -> str:
+        """Return the last message in the learner's log; empty without one."""
+        lines = (self._output_dir / LEARNER_LOG).read_text(encoding="utf-8", errors="replace").splitlines()
+        return next((line.removeprefix(MESSAGE) for line in reversed(lines) if line.startswith(MESSAGE)), "")
+
     def _report_exit(self, redis: Redis, write: RunWrites, incarnation: str, code: int) -> None:
         logger.info("learner exited: %s", _describe_exit(code))
         try:
             current = cast(bytes | None, redis.hget(learner_key(self._run_id), "incarnation"))
             if current is not None and current.decode() == incarnation:
-                write("HSET", learner_key(self._run_id), "exit_code", code)
+                message = self._last_message() if code == UNUSABLE else ""
+                write("HSET", learner_key(self._run_id), "message", message, "exit_code", code)
         except RedisError as error:
             # If Redis is gone for good, the heartbeat's expiry reports it.
             logger.warning("can't report the learner's exit: %s", error)

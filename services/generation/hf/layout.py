@@ -34,13 +34,12 @@ class Chunk(NamedTuple):
 class Block:
     """Chunks whose queries are padded to one tensor.
 
-    rows: of the cache, a slice if adjacent, else [R] int64; width, length: queries and keys of a row, keys from position
-    0; tokens: the chunks' in the pass; padding: [n] int64 each, row and column of the tokens in [R, width], None if all
-    chunks have `width` tokens; positions: [R, width] int64, -1 where padded.
+    rows: of the cache, a slice if adjacent, else [R] int64; length: keys of a row, from position 0; tokens: the chunks'
+    in the pass; padding: [n] int64 each, row and column of the tokens in [R, width], None if all chunks have `width`
+    tokens; positions: [R, width] int64, -1 where padded.
     """
 
     rows: slice | Tensor
-    width: int
     length: int
     tokens: slice
     padding: tuple[Tensor, Tensor] | None
@@ -59,11 +58,11 @@ class Block:
         adjacent = range(numbers[0], numbers[0] + num_rows)
         rows = slice(adjacent.start, adjacent.stop) if numbers == [*adjacent] else torch.tensor(numbers)
         length = max(chunk.end for chunk in chunks)
-        return cls(rows, width, length, slice(first_token, first_token + total), padding, positions)
+        return cls(rows, length, slice(first_token, first_token + total), padding, positions)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """Return the additive mask, [R, 1, width, length]; None if every key is attended to."""
-        if len(self.positions) == self.width == 1 and (window is None or self.length <= window):
+        if self.positions.numel() == 1 and (window is None or self.length <= window):
             return None
         keys = torch.arange(self.length)
         positions = self.positions[:, None, :, None]

@@ -12,7 +12,6 @@ from rich.console import Console
 
 from offbeat.deploy.cli.run_view import open_view
 from offbeat.deploy.cli.train import TrainCommand, describe_stop, resume_command
-from offbeat.deploy.components.learner_host import LEARNER_LOG
 from offbeat.deploy.config.loader import load_run
 from offbeat.services.control.run import RunState
 from offbeat.services.errors import MeshError
@@ -95,21 +94,6 @@ async def test_a_resume_is_offered_only_where_it_can_help(
     assert await command._end_failed(MeshError("it died")) == 1
     assert "The run failed: it died" in output.getvalue()
     assert ("Resume with: offbeat train again" in output.getvalue()) == offered
-
-
-@pytest.mark.parametrize(("error", "is_told"), [("learner: exit code 2", True), ("learner: killed by SIGKILL", False)])
-async def test_a_learner_that_gave_up_is_quoted(tmp_path: Path, error: str, is_told: bool):
-    log = tmp_path / LEARNER_LOG
-    log.parent.mkdir()
-    log.write_text("offbeat learner: an earlier one\nwarming up\noffbeat learner: run x: demos raised KeyError\nbye\n")
-    output = io.StringIO()
-    command = TrainCommand(
-        load_run(QUICKSTART, [f"output_dir={tmp_path}"]), open_view("lake", Console(file=output)), ""
-    )
-    command._mesh = FakeMesh()  # pyright: ignore[reportAttributeAccessIssue]
-    assert await command._end_failed(MeshError(error)) == 1
-    assert ("The learner says: run x: demos raised KeyError" in output.getvalue()) == is_told
-    assert "an earlier one" not in output.getvalue()
 
 
 class FakeMesh:

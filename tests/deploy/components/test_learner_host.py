@@ -78,6 +78,17 @@ def test_exit_reason_is_reported(redis: Redis, redis_url: str, tmp_path: Path, c
     assert status.end_reason == reason
 
 
+@pytest.mark.parametrize(("code", "reason"), [(2, "run r: no such model"), (1, "exit code 1")])
+def test_a_learner_that_gave_up_is_reported_with_its_last_message(
+    redis: Redis, redis_url: str, tmp_path: Path, code: int, reason: str
+):
+    said = "offbeat learner: of an earlier one\nup\noffbeat learner: run r: no such model\nbye\n"
+    ending = f"import sys; sys.stderr.write({said!r}); sys.exit({code})"
+    LearnerHost("r", redis_url, tmp_path, command=[sys.executable, "-c", ending]).start()
+    wait_until_sync(lambda: has_exited(redis))
+    assert read_status(redis, "r").end_reason == reason
+
+
 def test_killed_learner_is_reported_by_signal_and_can_be_restarted(redis: Redis, redis_url: str, tmp_path: Path):
     host = LearnerHost("r", redis_url, tmp_path, command=FOREVER)
     host.start()
