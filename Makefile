@@ -32,7 +32,7 @@ $(eval $(call pass-on,SSL_CERT_FILE,PIP_CERT))
 ifeq ($(EXTRA)$(UV_FIND_LINKS),cpu)
 TORCH_BACKEND := --torch-backend cpu
 endif
-.PHONY: help setup browser monitoring podman train rlvr test test-fast test-alone test-others test-nightly check test-harbor test-cookbook bench simulate docs site animation animation-console clean
+.PHONY: help setup browser monitoring podman train rlvr test test-fast test-alone test-others test-nightly check test-harbor test-cookbook test-sglang bench simulate docs site animation animation-console clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -136,6 +136,23 @@ $(COOKBOOK)/.installed: $(STAMP)
 
 test-cookbook: $(COOKBOOK)/.installed ## test recipes of tinker-cookbook against Tinker's API, in an environment of its own
 	@$(BIN)/python -m pytest -q tests/integration/test_cookbook.py $(ARGS)
+
+# SGLang's server without its kernels, which PyPI has for CUDA alone: tests/sglang_cpu names them, and none is called. Nor has
+# torchvision operators without CUDA: SGLang imports it, and they are declared. Other requirements are .venv's.
+SGLANG := $(VENV)/sglang
+SGLANG_PACKAGES = $$($(SGLANG)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+$(SGLANG)/.installed: $(STAMP)
+	@$(BIN)/python -m venv --clear $(SGLANG)
+	@$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.23 torchvision==0.28.0 \
+		gguf soundfile
+	@printf '%s\n' "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" "$(CURDIR)/tests/sglang_cpu" \
+		> "$(SGLANG_PACKAGES)/offbeat_requirements.pth"
+	@printf '_has_ops() or torch.library.define("torchvision::%s", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")\n' nms qnms \
+		>> "$(SGLANG_PACKAGES)/torchvision/extension.py"
+	@touch $@
+
+test-sglang: $(SGLANG)/.installed ## test SGLang's server as an engine on a CPU, in an environment of its own
+	@$(BIN)/python -m pytest -q tests/integration/test_sglang.py $(ARGS)
 
 check: $(STAMP) ## what CI runs: format, lint, types, import contracts, tests
 	@$(BIN)/ruff format --quiet --check .

@@ -7,11 +7,13 @@ import base64
 import html
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -86,7 +88,9 @@ def train(config: RunConfig | str | Path, overrides: Sequence[str] = (), *, resu
             start_new_session=True,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
-    return Run(config.output_dir, process=process, console=console)
+    run = Run(config.output_dir, process=process, console=console)
+    weakref.finalize(run, _remove_if_ended, workspace, process)
+    return run
 
 
 class Run:
@@ -233,6 +237,12 @@ class Run:
             parsed = MetricRecord(record["source"], values, record["step"], record["labels"], record["time"])
             history.add([(record["id"], parsed)])
         return history
+
+
+def _remove_if_ended(workspace: Path, process: "subprocess.Popen[bytes]") -> None:
+    """Remove the folder of a configuration and a console's output, unless a process still uses it."""
+    if process.poll() is not None:
+        shutil.rmtree(workspace, ignore_errors=True)
 
 
 def _is_alive(process: psutil.Process) -> bool:

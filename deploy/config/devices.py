@@ -24,8 +24,8 @@ def choose_devices(config: RunConfig, gpus: float) -> RunConfig:
     """Return the run with devices: roles without `device` take GPUs if there are enough for each; engines and learner
     may share them. Settings of GPUs are removed on CPUs.
 
-    gpus: of the machine or cluster, those of rewards included. Without CUDA's vLLM, or SGLang for `sglang`, all stay on
-    CPUs.
+    gpus: of the machine or cluster, those of rewards included. Without CUDA's vLLM, or SGLang for `sglang` (here, or
+    in a Python of its own), all stay on CPUs.
     """
     infer, train = config.actor_infer, config.actor_train
     free = gpus - sum(reward.num_replicas * reward.gpus_per_replica for reward in config.rewards)
@@ -34,7 +34,8 @@ def choose_devices(config: RunConfig, gpus: float) -> RunConfig:
         free -= own
         own = 0
     engine = infer.strategy_args.strategy_name
-    has_gpus = free >= 1 and is_installed(GPU_ENGINES.get(engine, "vllm"))
+    has_engine = bool(infer.strategy_args.python) or is_installed(GPU_ENGINES.get(engine, "vllm"))
+    has_gpus = free >= 1 and has_engine
     suffice = has_gpus and infer.num_replicas * infer.engine.world_size <= free
     if "device" not in infer.model_fields_set and suffice and engine in GPU_ENGINES:
         infer = infer.model_copy(update={"device": "cuda"})

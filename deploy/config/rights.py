@@ -200,6 +200,8 @@ def programs(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "redis.server", "a program"
     for name in config.system_envs:
         yield f"system_envs.{name}", "an environment variable, which can name code,"
+    if config.actor_infer.strategy_args.python:
+        yield "actor_infer.strategy_args.python", "a program"
     yield from _engine_programs(ENGINE, config.actor_infer.engine)
     for place, reward in enumerate(config.rewards):
         if isinstance(reward, LlmJudgeConfig):

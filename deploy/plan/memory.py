@@ -4,6 +4,7 @@ from typing import Any
 
 from offbeat.deploy.plan.estimate import Estimate
 from offbeat.deploy.plan.outcome import Setup
+from offbeat.services.generation.kv_cache import bytes_per_token, text_config
 
 BYTES_PER_TOKEN = 8.2
 """Of a trajectory: id and logprob, 4 bytes each, and a bit of mask."""
@@ -33,12 +34,9 @@ def memory_of(
 
 def kv_bytes_per_token(architecture: Mapping[str, Any]) -> float | None:
     """Return the bytes of a token's keys and values, if the configuration is known."""
-    text = architecture.get("text_config", architecture)
+    text = text_config(architecture)
+    itemsize = 4 if "32" in str(text.get("dtype") or text.get("torch_dtype") or "") else 2
     try:
-        heads = text.get("num_key_value_heads") or text["num_attention_heads"]
-        head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
-        layers = text["num_hidden_layers"]
+        return bytes_per_token(architecture, itemsize)
     except (KeyError, TypeError):
         return None
-    size = 4 if "32" in str(text.get("dtype") or text.get("torch_dtype") or "") else 2
-    return 2.0 * layers * heads * head_dim * size

@@ -93,7 +93,9 @@ class EngineStrategy(Config):
     """Engine; ROLL's `strategy_args`."""
 
     strategy_name: Literal["vllm", "hf_infer", "sglang"] = "vllm"
-    """`hf_infer`: transformers in the replica's process, for small models on a CPU. `sglang`: an SGLang server, on GPUs."""
+    """`hf_infer`: transformers in the replica's process, for small models on a CPU. `sglang`: an SGLang server."""
+    python: str = ""
+    """Python with SGLang (`/other/venv/bin/python`), whose requirements are not vLLM's; empty: this one."""
     strategy_config: VllmConfig = VllmConfig()
 
     @field_validator("strategy_name", mode="before")

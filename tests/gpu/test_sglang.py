@@ -1,6 +1,5 @@
 """The real SGLang server: its logprobs are the learner's before and after an update under running requests."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,8 +10,8 @@ import torch
 
 from offbeat.services.generation.config import EngineModelArgs, EngineStrategy, GenerationConfig, VllmConfig
 from offbeat.services.generation.sglang.engine import SglangEngine
-from offbeat.services.messages.types import GenerateRequest, Sampling, VersionSpan
-from tests.integration.policy_weights import mismatch, random_policy, save_weights, write_policy
+from tests.integration.policy_weights import write_policy
+from tests.integration.sglang_server import check_logprobs_across_an_update
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available() or find_spec("sglang") is None, reason="needs a GPU and SGLang"),
@@ -33,20 +32,4 @@ async def engine(tmp_path: Path) -> AsyncIterator[SglangEngine]:
 
 
 async def test_tokens_have_the_learners_logprobs_across_an_update(engine: SglangEngine, tmp_path: Path) -> None:
-    models = [random_policy(tmp_path, seed) for seed in range(2)]
-    files = [save_weights(model, tmp_path / f"{i}.safetensors") for i, model in enumerate(models)]
-    await engine.load(files[0], 0)
-
-    def ask(name: str, most: int) -> GenerateRequest:
-        return GenerateRequest(name, tuple(range(4, 28)), Sampling(max_new_tokens=most))
-
-    for request in (ask("first", 32), ask("cached", 32)):
-        answer = await engine.generate(request, 0)
-        assert answer.versions == (VersionSpan(0, 32, 0),)
-        assert float(mismatch(models[0], request, answer).max()) < TOLERANCE
-    running = asyncio.create_task(engine.generate(ask("long", 480), 0))
-    await engine.generate(ask("beside", 8), 0)  # the long one has begun by then
-    await engine.load(files[1], 1)
-    assert [span.version for span in (await running).versions] == [0, 1]
-    request = ask("after", 32)
-    assert float(mismatch(models[1], request, await engine.generate(request, 1)).max()) < TOLERANCE
+    await check_logprobs_across_an_update(engine, tmp_path, TOLERANCE)

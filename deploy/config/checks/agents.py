@@ -20,7 +20,7 @@ if sys.version_info < (3, 10):
 elif importlib.util.find_spec(sys.argv[1]) is None:
     print(f"has no module {sys.argv[1]!r}; it searches {[path for path in sys.path if path]}")
 """
-"""Prints why an interpreter can't run an agent, importing only parents of its module."""
+"""Prints why an interpreter can't run a module, importing only its parents."""
 
 
 def check_agent(tag: str, runner: AgentRunner) -> Iterator[ConfigIssue]:
@@ -30,7 +30,7 @@ def check_agent(tag: str, runner: AgentRunner) -> Iterator[ConfigIssue]:
         name = "python" if runner.python else "command"
         yield ConfigIssue(f"{key}.{name}", f"there is no program {program!r} on the PATH")
     elif runner.python:
-        if problem := _ask_python(runner.python, current_path(runner.path).partition(":")[0]):
+        if problem := import_problem(runner.python, current_path(runner.path).partition(":")[0]):
             yield ConfigIssue(f"{key}.python", f"{runner.python} {problem}")
     elif runner.path:
         issues = list(check_function(f"{key}.path", runner.path))
@@ -40,7 +40,7 @@ def check_agent(tag: str, runner: AgentRunner) -> Iterator[ConfigIssue]:
             yield ConfigIssue(f"{key}.episodes_per_process", message)
 
 
-def _ask_python(python: str, module: str) -> str:
+def import_problem(python: str, module: str) -> str:
     """Return why an interpreter can't import a module, or ""."""
     try:
         process = subprocess.run(

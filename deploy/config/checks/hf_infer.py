@@ -1,18 +1,19 @@
 """Checks of the engine by transformers (`hf_infer`)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from offbeat.deploy.config.checks.model import has_vision
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.vocabulary import MissingWordsError
 from offbeat.deploy.run_setup import load_architecture
 from offbeat.services.generation.config import HF_ARGUMENTS, arguments_beyond_hf
-from offbeat.services.generation.hf.limits import architecture_problem, bytes_per_token, cache_problem
+from offbeat.services.generation.hf.limits import architecture_problem
+from offbeat.services.generation.kv_cache import ITEMSIZE, bytes_per_token, cache_problem
 from offbeat.trainer.config.aliases import ENGINE
 from offbeat.trainer.config.issue import ConfigIssue
 
 NAME = "actor_infer.strategy_args.strategy_name"
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def check_hf_infer(config: RunConfig) -> Iterator[ConfigIssue]:
@@ -33,11 +34,18 @@ def check_hf_infer(config: RunConfig) -> Iterator[ConfigIssue]:
 def _check_model(config: RunConfig) -> Iterator[ConfigIssue]:
     try:
         architecture = load_architecture(config)
-        token_bytes = bytes_per_token(architecture, ITEMSIZE[config.actor_infer.model_args.dtype or "float32"])
+        cache_issues = list(check_cache(config, architecture))
     except (OSError, ValueError, KeyError, MissingWordsError):
         return  # an unreadable model has its own error
     if problem := architecture_problem(architecture):
         yield ConfigIssue(NAME, f"{config.pretrain}: {problem}: take vllm")
-    context = config.actor_infer.engine.max_model_len or config.sequence_length
-    if problem := cache_problem(config.actor_infer.kv_cache_gib, context, token_bytes):
+    yield from cache_issues
+
+
+def check_cache(config: RunConfig, architecture: Mapping[str, Any]) -> Iterator[ConfigIssue]:
+    """Yield an issue if keys and values of one sequence exceed the cache; raises `KeyError` for a missing key."""
+    infer = config.actor_infer
+    token_bytes = bytes_per_token(architecture, ITEMSIZE[infer.model_args.dtype or "float32"])
+    context = infer.engine.max_model_len or config.sequence_length
+    if problem := cache_problem(infer.kv_cache_gib, context, token_bytes):
         yield ConfigIssue("actor_infer.kv_cache_gib", problem)

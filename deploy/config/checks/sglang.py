@@ -1,21 +1,34 @@
 """Checks of SGLang's engine (`sglang`)."""
 
+import shutil
 from collections.abc import Iterator
 
+from offbeat.deploy.config.checks.agents import import_problem
+from offbeat.deploy.config.checks.hf_infer import check_cache
 from offbeat.deploy.config.checks.model import has_vision
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.config.vocabulary import MissingWordsError
+from offbeat.deploy.run_setup import load_architecture
 from offbeat.trainer.config.aliases import ENGINE
 from offbeat.trainer.config.issue import ConfigIssue
 
 FILE_TRANSPORTS = ("shm", "fs")
+PYTHON = "actor_infer.strategy_args.python"
 
 
 def check_sglang(config: RunConfig) -> Iterator[ConfigIssue]:
     infer = config.actor_infer
+    python = infer.strategy_args.python
     if infer.strategy_args.strategy_name != "sglang":
+        if python:
+            yield ConfigIssue(PYTHON, "another Python is for sglang alone: leave python out")
         return
+    if python and shutil.which(python) is None:
+        yield ConfigIssue(PYTHON, f"there is no program {python!r} on the PATH")
+    elif python and (problem := import_problem(python, "sglang")):
+        yield ConfigIssue(PYTHON, f"{python} {problem}")
     if infer.device == "cpu":
-        yield ConfigIssue("actor_infer.device", "sglang samples on GPUs: take cuda, or vllm or hf_infer on CPUs")
+        yield from _check_cache(config)
     if config.weights.transport not in FILE_TRANSPORTS:
         yield ConfigIssue(
             "weights.transport",
@@ -33,3 +46,10 @@ def check_sglang(config: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue(
             "actor_infer.strategy_args.strategy_name", "the policy has image input, and sglang is given text: take vllm"
         )
+
+
+def _check_cache(config: RunConfig) -> Iterator[ConfigIssue]:
+    try:
+        yield from check_cache(config, load_architecture(config))
+    except (OSError, ValueError, KeyError, MissingWordsError):
+        return  # an unreadable model has its own error

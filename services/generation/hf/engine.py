@@ -22,11 +22,11 @@ from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.engine import LoadTimes, MostLikely, PromptScores, SessionCounts, TopCompletion
 from offbeat.services.generation.hf.attention import KvCache
 from offbeat.services.generation.hf.layout import Chunk, StepLayout
-from offbeat.services.generation.hf.limits import cache_problem
 from offbeat.services.generation.hf.model import Adapter, PolicyModel, Route, Version
 from offbeat.services.generation.hf.rows import RowStore
 from offbeat.services.generation.hf.sampler import find_top, sample
 from offbeat.services.generation.hf.scheduler import PlannedChunk, RunningSequence, Scheduler
+from offbeat.services.generation.kv_cache import cache_problem
 from offbeat.services.malloc import keep_freed_memory_here
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, Sampling
 

@@ -19,8 +19,9 @@ from offbeat.services.errors import GenerationError, WeightsError
 from offbeat.services.generation.engine import PromptScores
 from offbeat.services.generation.hf.attention import ROW_ATTENTION, KvCache
 from offbeat.services.generation.hf.layout import Chunk, StepLayout
-from offbeat.services.generation.hf.limits import architecture_problem, bytes_per_token, text_config
+from offbeat.services.generation.hf.limits import architecture_problem
 from offbeat.services.generation.hf.sampler import find_top
+from offbeat.services.generation.kv_cache import bytes_per_token, text_config
 from offbeat.services.generation.tensor_file import TensorFile
 
 SETTINGS, ADAPTER, BASE = "adapter_config.json", "adapter_model.safetensors", "model.safetensors"

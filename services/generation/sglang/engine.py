@@ -17,7 +17,7 @@ import httpx
 from offbeat.services.errors import GenerationError, RetryableError
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.engine import LoadTimes, SessionCounts
-from offbeat.services.generation.sglang.server import PROGRAM, SglangServer, server_arguments
+from offbeat.services.generation.sglang.server import PROGRAM, SglangServer, server_arguments, server_environment
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, Sampling, VersionSpan
 
 FINISH_REASONS = {"stop": FinishReason.STOP, "abort": FinishReason.ABORT}
@@ -51,7 +51,9 @@ class SglangEngine:
         program: Sequence[str] = PROGRAM,
     ) -> "SglangEngine":
         """Start a server of random weights; raises GenerationError if it does not sample."""
-        server = SglangServer(server_arguments(config, model, sequence_length, seed), program)
+        arguments = server_arguments(config, model, sequence_length, seed)
+        python = config.strategy_args.python
+        server = SglangServer(arguments, server_environment(config), python=python, program=program)
         no_limit = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         http = httpx.AsyncClient(base_url=server.url, timeout=None, limits=no_limit, trust_env=False)
         engine = cls(server, http, model, config)

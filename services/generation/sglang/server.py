@@ -2,7 +2,9 @@
 
 # pyright: basic
 import asyncio
+import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +16,7 @@ from pydantic import JsonValue
 
 from offbeat.services.errors import GenerationError
 from offbeat.services.generation.config import UTILIZATION, GenerationConfig, VllmConfig
+from offbeat.services.generation.kv_cache import ITEMSIZE, bytes_per_token
 from offbeat.services.process import bind_to_thread, free_port, terminate
 
 ENVIRONMENT = {
@@ -23,6 +26,8 @@ ENVIRONMENT = {
     # for `CONTEXT_MARGIN`: sequences do not exceed the model's own
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "true",
 }
+PYTHON_VARIABLES = ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
+"""Of this Python, and wrong for another one."""
 CONTEXT_MARGIN = 8
 """Tokens: SGLang refuses prompts that nearly fill its context, and ends answers before they fill it."""
 PROGRAM = ("-m", "sglang.launch_server")
@@ -43,7 +48,6 @@ def server_arguments(config: GenerationConfig, model: Path, sequence_length: int
         "max-running-requests": engine.max_num_seqs,
         "tp-size": engine.tensor_parallel_size,
         "pp-size": engine.pipeline_parallel_size,
-        "mem-fraction-static": engine.gpu_memory_utilization or UTILIZATION,
         "random-seed": seed,
         "device": config.device,
         "disable-cuda-graph": engine.enforce_eager and "enforce_eager" in engine.model_fields_set,
@@ -52,7 +56,27 @@ def server_arguments(config: GenerationConfig, model: Path, sequence_length: int
         "enable-weights-cpu-backup": bool(engine.enable_sleep_mode),
         "log-level": "warning",
     }
-    return _command_line(arguments | _named_by_dashes(engine))
+    return _command_line(arguments | _cache_size(config, model) | _named_by_dashes(engine))
+
+
+def _cache_size(config: GenerationConfig, model: Path) -> dict[str, JsonValue]:
+    """Return the share of a GPU for weights, keys and values; on a CPU, the tokens of `kv_cache_gib`."""
+    if config.device == "cuda":
+        return {"mem-fraction-static": config.engine.gpu_memory_utilization or UTILIZATION}
+    architecture = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    token_bytes = bytes_per_token(architecture, ITEMSIZE[config.model_args.dtype or "float32"])
+    return {"max-total-tokens": int(config.kv_cache_gib * 2**30) // token_bytes}
+
+
+def server_environment(config: GenerationConfig) -> dict[str, str]:
+    """Return the environment of the server's process."""
+    kept = dict(os.environ)
+    if config.strategy_args.python:
+        kept = {name: value for name, value in kept.items() if name not in PYTHON_VARIABLES}
+    if config.device == "cpu":
+        threads = str(max(1, round(config.cpus_per_replica)))
+        kept |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": threads}
+    return kept | ENVIRONMENT
 
 
 def _named_by_dashes(engine: VllmConfig) -> dict[str, JsonValue]:
@@ -74,15 +98,25 @@ def _command_line(arguments: Mapping[str, JsonValue]) -> list[str]:
 class SglangServer:
     """Child process that ends with the thread that started it."""
 
-    def __init__(self, arguments: Sequence[str], program: Sequence[str] = PROGRAM) -> None:
-        """Raises GenerationError if SGLang is not installed."""
-        if program == PROGRAM and find_spec("sglang") is None:
-            raise GenerationError("SGLang is not installed: pip install sglang where engines run, or take vllm")
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        python: str = "",
+        program: Sequence[str] = PROGRAM,
+    ) -> None:
+        """Raises GenerationError if there is no SGLang or no such Python."""
+        if python and shutil.which(python) is None:
+            raise GenerationError(f"actor_infer.strategy_args.python: there is no program {python!r} where engines run")
+        if program == PROGRAM and not python and find_spec("sglang") is None:
+            raise GenerationError(
+                "SGLang is not installed: pip install sglang where engines run, name a Python that has it by "
+                "strategy_args.python, or take vllm"
+            )
         port = free_port()
-        command = [sys.executable, *program, *arguments, "--host", "127.0.0.1", "--port", str(port)]
-        self._process = subprocess.Popen(
-            bind_to_thread(command), env=os.environ | ENVIRONMENT, stdin=subprocess.DEVNULL
-        )
+        command = [python or sys.executable, *program, *arguments, "--host", "127.0.0.1", "--port", str(port)]
+        self._process = subprocess.Popen(bind_to_thread(command), env=environment, stdin=subprocess.DEVNULL)
         self.url = f"http://127.0.0.1:{port}"
 
     async def wait_ready(self) -> None:

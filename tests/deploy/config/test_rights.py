@@ -84,6 +84,10 @@ NAMING: dict[str, tuple[dict[str, Any], str]] = {
         "rewards.0.api_key_env",
     ),
     "redis.server": ({"redis": {"server": "/bin/evil"}}, "redis.server"),
+    "actor_infer.strategy_args.python": (
+        {"actor_infer": {"strategy_args": {"strategy_name": "sglang", "python": "/bin/evil"}}},
+        "actor_infer.strategy_args.python",
+    ),
     ENGINE: (
         {"actor_infer": {"strategy_args": {"strategy_config": {"worker_cls": "evil.Worker"}}}},
         f"{ENGINE}.worker_cls",

@@ -1,5 +1,7 @@
 """What `sglang` can't do is found before the start, by the key that asks for it."""
 
+import sys
+
 import pytest
 
 from offbeat.deploy.config.checks.run import check_run
@@ -9,6 +11,7 @@ from offbeat.trainer.config.aliases import ENGINE
 from tests.paths import QUICKSTART
 
 STRATEGY = "actor_infer.strategy_args.strategy_name"
+PYTHON = "actor_infer.strategy_args.python"
 
 
 def problems(*overrides: str) -> dict[str, str]:
@@ -19,7 +22,8 @@ def problems(*overrides: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("override", "path", "says"),
     [
-        ("actor_infer.device=cpu", "actor_infer.device", "sglang samples on GPUs: take cuda"),
+        (f"+{PYTHON}=/none/python", PYTHON, "there is no program '/none/python'"),
+        (f"+{PYTHON}={sys.executable}", PYTHON, "has no module 'sglang'"),
         ("weights.transport=nccl", "weights.transport", "nccl is of vLLM's engines"),
         (f"+{ENGINE}.max_lora_rank=8", f"{ENGINE}.max_lora_rank", "is given merged weights"),
         ("actor_infer.keep_sessions=true", "actor_infer.keep_sessions", "sessions stay in vLLM alone"),
@@ -38,7 +42,20 @@ def test_other_keys_are_the_servers() -> None:
 
 
 def test_it_takes_gpus_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = validate_tree(compose_tree(QUICKSTART, [f"{STRATEGY}=sglang"]))
-    for installed, device in (("sglang", "cuda"), ("vllm", "cpu")):
+    for installed, python, device in (
+        ("sglang", "", "cuda"),
+        ("vllm", "", "cpu"),
+        ("vllm", "/venv/bin/python", "cuda"),
+    ):
+        config = validate_tree(compose_tree(QUICKSTART, [f"{STRATEGY}=sglang", f"+{PYTHON}='{python}'"]))
         monkeypatch.setattr("offbeat.deploy.config.devices.is_installed", lambda name, one=installed: name == one)
         assert choose_devices(config, 4).actor_infer.device == device
+
+
+def test_on_a_cpu_the_cache_must_hold_a_sequence() -> None:
+    found = problems("actor_infer.device=cpu", "actor_infer.kv_cache_gib=0.00001")
+    assert "hold no sequence of" in found["actor_infer.kv_cache_gib"]
+
+
+def test_another_python_is_for_sglang_alone() -> None:
+    assert "for sglang alone" in problems(f"{STRATEGY}=vllm", f"+{PYTHON}={sys.executable}")[PYTHON]

@@ -13,7 +13,7 @@ from offbeat.services.errors import GenerationError, RetryableError
 from offbeat.services.generation.config import EngineModelArgs
 from offbeat.services.generation.hf import scheduler
 from offbeat.services.generation.hf.engine import HfEngine
-from offbeat.services.generation.hf.limits import bytes_per_token
+from offbeat.services.generation.kv_cache import bytes_per_token
 from offbeat.services.generation.tenancy import read_architecture
 from offbeat.services.messages.types import FinishReason, GenerateRequest, PromptImage, Sampling
 from tests.integration.policy_weights import mismatch, save_weights, write_policy

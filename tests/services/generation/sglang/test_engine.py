@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -20,7 +21,7 @@ from offbeat.services.errors import GenerationError, RetryableError
 from offbeat.services.generation.config import EngineStrategy, GenerationConfig, VllmConfig
 from offbeat.services.generation.replica import GenerationReplica
 from offbeat.services.generation.sglang.engine import SglangEngine
-from offbeat.services.generation.sglang.server import CONTEXT_MARGIN, server_arguments
+from offbeat.services.generation.sglang.server import CONTEXT_MARGIN, server_arguments, server_environment
 from offbeat.services.messages.types import (
     Completion,
     FinishReason,
@@ -222,6 +223,19 @@ async def test_without_sglang_the_package_is_named(model: Path) -> None:
         await SglangEngine.start(config_of(), model, sequence_length=CONTEXT, seed=1)
 
 
+async def test_another_python_runs_the_server(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without this one's variables; one that can't be run is named."""
+    monkeypatch.setenv("VIRTUAL_ENV", "/venv")
+    assert server_environment(config_of())["VIRTUAL_ENV"] == "/venv"
+    named = config_of(strategy_args={"strategy_name": "sglang", "python": sys.executable})
+    assert "VIRTUAL_ENV" not in server_environment(named)
+    with pytest.raises(GenerationError, match=r"SGLang ended with code 1 while it started"):
+        await SglangEngine.start(named, model, sequence_length=CONTEXT, seed=1)
+    missing = config_of(strategy_args={"strategy_name": "sglang", "python": "/none/python"})
+    with pytest.raises(GenerationError, match=r"strategy_args.python: there is no program '/none/python'"):
+        await SglangEngine.start(missing, model, sequence_length=CONTEXT, seed=1)
+
+
 class FileBroker(generation_fakes.FakeBroker):
     """Versions in files, which are fetched as those of a run."""
 
@@ -295,3 +309,16 @@ def test_keys_become_the_servers_arguments(tmp_path: Path) -> None:
     assert "disable-cuda-graph" not in words
     eager = server_arguments(config_of(engine={"enforce_eager": True}), tmp_path, 64, 5)
     assert "--disable-cuda-graph" in eager
+
+
+def test_on_a_cpu_the_cache_is_a_number_of_tokens(tmp_path: Path) -> None:
+    """Of `kv_cache_gib`, where a share of the memory would be the whole machine's."""
+    sizes = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 256}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    for dtype, size in (("float32", 4), ("bfloat16", 2)):
+        config = config_of(device="cpu", model_args={"dtype": dtype}, kv_cache_gib=0.5, cpus_per_replica=3)
+        words = " ".join(server_arguments(config, tmp_path, 64, 5))
+        assert f"--max-total-tokens {2**29 // (2 * 4 * 2 * 32 * size)}" in words
+        assert "mem-fraction-static" not in words
+        environment = server_environment(config)
+        assert (environment["SGLANG_USE_CPU_ENGINE"], environment["OMP_NUM_THREADS"]) == ("1", "3")
