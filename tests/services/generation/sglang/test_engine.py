@@ -300,7 +300,8 @@ def test_keys_become_the_servers_arguments(tmp_path: Path) -> None:
     words = " ".join(server_arguments(config, tmp_path, 64, 5))
     for expected in (
         f"--model-path {tmp_path} --load-format dummy",
-        f"--context-length {64 + CONTEXT_MARGIN} --max-running-requests 7 --tp-size 2 --pp-size 3 --mem-fraction-static 0.5",
+        f"--context-length {64 + CONTEXT_MARGIN} --max-running-requests 7 --tp-size 2 --pp-size 3",
+        "--mem-fraction-static 0.5",
         "--random-seed 5 --device cuda --disable-radix-cache --enable-memory-saver --enable-weights-cpu-backup",
         "--dtype bfloat16",
         "--schedule-policy fcfs --enable-torch-compile --cuda-graph-bs 1 2",
