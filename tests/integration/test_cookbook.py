@@ -9,7 +9,6 @@ import pytest
 from offbeat.benchmarks.harness.pretrained import write_llama
 from offbeat.benchmarks.studies.tinker_kills import (
     PARTS,
-    RL_STEPS_PER_KILL,
     Killer,
     find_differences,
     record_under_kills,
@@ -95,6 +94,7 @@ def test_the_rl_recipe_learns_from_where_the_supervised_one_ended(
     assert read_lines(log / "checkpoints.jsonl")[-1]["name"] == "final"
 
 
+@pytest.mark.timeout(1800)
 def test_a_recipe_under_kills_ends_as_the_same_commands_undisturbed(
     server: RunningServer, model: Path, tmp_path: Path
 ) -> None:
@@ -104,6 +104,4 @@ def test_a_recipe_under_kills_ends_as_the_same_commands_undisturbed(
     recorded = record_under_kills(server, workload, Killer(server, kills, seed=1))
     assert sorted(recorded.kills) == sorted(PARTS)
     assert find_differences(server, recorded) == []
-    steps = read_lines(tmp_path / "rl" / "metrics.jsonl")
-    assert any(step.get("grad_norm") for step in steps)
-    assert steps[-1]["version"] == RL_STEPS_PER_KILL * kills + 1  # the load counts
+    assert any(step.get("grad_norm") for step in read_lines(tmp_path / "rl" / "metrics.jsonl"))
