@@ -14,6 +14,8 @@ import psutil
 from offbeat.services.process import bind_to_thread, terminate
 
 LEARNER, HTTP, REDIS = "offbeat.trainer.tinker.process", "offbeat.deploy.tinker.http_process", "redis-server"
+ENGINE = "VLLM::EngineCore"
+"""With `tinker.engine=vllm`."""
 STOP_TIMEOUT_S = 240.0
 
 

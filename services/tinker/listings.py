@@ -164,6 +164,7 @@ class TinkerListings:
             "model_owner": record.owner,
             "is_lora": True,
             "lora_rank": record.lora.rank,
+            "lora_seed": record.lora.seed,
             "last_request_time": _time(changed_at),
             "last_checkpoint": last["training"],
             "last_sampler_checkpoint": last["sampler"],

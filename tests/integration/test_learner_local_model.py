@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from offbeat.benchmarks.harness.pretrained import write_llama
 from offbeat.services.chat.append_only import load_chat_format
 from tests.integration.learner_run import a_run
-from tests.pretrained import write_llama
 
 
 def test_a_llama_with_a_bpe_tokenizer_is_trained_from_its_own_weights(redis_server: str, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Tinker's API: the unmodified SDK trains, samples, saves and loads against real processes, which may be killed."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,17 @@ import tinker
 import torch
 from tinker import types
 
-from offbeat.benchmarks.studies.tinker_kills import PARTS, repeat_undisturbed, train_under_kills
+from offbeat.benchmarks.studies.tinker_kills import KEY as KILLS_KEY
+from offbeat.benchmarks.studies.tinker_kills import (
+    LOAD_EVERY,
+    PARTS,
+    Killer,
+    find_differences,
+    record_under_kills,
+    train_with_sdk,
+)
+from offbeat.benchmarks.tinker.recording import recording
+from offbeat.benchmarks.tinker.replay import CommandReplay
 from offbeat.benchmarks.tinker.server import LEARNER, RunningServer, running_server
 from tests.integration.tinker_client import (
     ADAM,
@@ -239,26 +250,43 @@ def test_another_key_finds_nothing(server: RunningServer, service: tinker.Servic
     assert rest.list_checkpoints(client.model_id).result().checkpoints == []
 
 
-def test_a_run_with_kills_ends_as_the_same_commands_undisturbed(
-    server: RunningServer, service: tinker.ServiceClient
-) -> None:
+def test_a_run_with_kills_ends_as_the_same_commands_undisturbed(server: RunningServer) -> None:
     """Every part dies while commands and samples are in progress; the client only waits."""
-    disturbed = train_under_kills(service, server, kills=len(PARTS), seed=1)
-    assert sorted(disturbed.kills) == sorted(PARTS)
-    undisturbed = repeat_undisturbed(service, server, disturbed)
-    assert disturbed.differences(undisturbed) == []
-    assert disturbed.miscounted() == []
-    headers = {"X-API-Key": KEY}
-    for each in (disturbed, undisturbed):
-        url = f"{server.url}/api/v1/training_runs/{each.model_id}/metrics"
-        steps = httpx.get(url, headers=headers).json()["steps"]
-        assert [step["version"] for step in steps] == [step.metrics["version"] for step in each.steps]
-        assert [step["loss"] for step in steps] == pytest.approx([sum(step.losses) for step in each.steps])
-        assert httpx.get(url.replace("/metrics", "/why"), headers=headers).json()["queued"] == 0
-        audit = httpx.get(url.replace("/metrics", "/audit"), headers=headers).json()
-        assert (audit["problems"], audit["optimizer_steps"]) == ([], len(steps))
-        exposed = httpx.get(f"{server.url}/api/v1/metrics", headers=headers).text
-        assert f'offbeat_tinker_version{{model="{each.model_id}"}} {steps[-1]["version"]:.1f}\n' in exposed
+    recorded = record_under_kills(server, train_with_sdk, Killer(server, kills=len(PARTS), seed=1))
+    assert sorted(recorded.kills) == sorted(PARTS)
+    assert recorded.num_steps >= 12
+    assert find_differences(server, recorded) == []
+    (model_id,) = {each.model_id for each in recorded.commands}
+    url, headers = f"{server.url}/api/v1/training_runs/{model_id}", {"X-API-Key": KILLS_KEY}
+    steps = httpx.get(f"{url}/metrics", headers=headers).json()["steps"]
+    assert [step["version"] for step in steps] == [i + 1 + i // LOAD_EVERY for i in range(recorded.num_steps)]
+    assert httpx.get(f"{url}/why", headers=headers).json()["queued"] == 0
+
+
+def test_recorded_commands_leave_the_same_again_and_others_do_not(server: RunningServer) -> None:
+    with recording(server.url) as recorder, tinker.ServiceClient(base_url=recorder.url, api_key=KEY) as service:
+        client = service.create_lora_training_client("tiny", rank=4).result()  # the server draws the seed
+        train(client, 2)
+        client.load_state_with_optimizer(client.save_state("start").result().path).result()
+        train(client, 1)
+        client.save_state("end").result()
+    first = CommandReplay(server.url, KEY, server.folder, recorder.commands)
+    assert first.recorded().differences(first.repeat()) == []
+    changed = {
+        each: replace(command, body=command.body.replace(b"0.005", b"0.006"))
+        for each, command in recorder.commands.items()
+    }
+    other = CommandReplay(server.url, KEY, server.folder, changed)
+    differing = "".join(first.recorded().differences(other.repeat()))
+    assert "grad_norm" in differing
+    assert "weights/end" in differing
+
+
+def test_an_open_model_is_exposed_for_prometheus(server: RunningServer, service: tinker.ServiceClient) -> None:
+    client = create(service)
+    train(client, 2)
+    exposed = httpx.get(f"{server.url}/api/v1/metrics", headers={"X-API-Key": KEY}).text
+    assert f'offbeat_tinker_version{{model="{client.model_id}"}} 2.0\n' in exposed
 
 
 def test_models_that_share_passes_survive_a_kill_to_the_bit(tmp_path: Path) -> None:

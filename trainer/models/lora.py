@@ -125,6 +125,7 @@ def save_adapter(folder: Path, factors: Mapping[str, Tensor], args: ModelArgs, b
         base_model_name_or_path=str(base.resolve()),
         inference_mode=True,
     )
+    config.target_modules = layers  # not PEFT's set, whose order differs from process to process
     folder.mkdir()
     config.save_pretrained(str(folder))
     save_file(dict(factors), folder / "adapter_model.safetensors", metadata={"format": "pt"})

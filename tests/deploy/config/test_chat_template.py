@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from offbeat.benchmarks.harness.pretrained import write_llama
 from offbeat.deploy.config.checks.run import check_run
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import compose_tree, validate_tree
@@ -20,7 +21,6 @@ from offbeat.trainer.config.run import LearnerRunConfig
 from offbeat.trainer.models.export import copy_model_files
 from offbeat.trainer.run import LearnerRun
 from tests.paths import QUICKSTART
-from tests.pretrained import write_llama
 
 OWN = (
     "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<|im_end|>{% endfor %}"

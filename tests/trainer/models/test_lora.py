@@ -1,5 +1,6 @@
 """LoRA: training, export, policy without adapters."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from offbeat.trainer.data.batch import microbatches, pack
 from offbeat.trainer.engines.frozen import AdapterFreeReference
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.loading import load_policy
-from offbeat.trainer.models.lora import merged_weights, without_adapters
+from offbeat.trainer.models.lora import merged_weights, save_adapter, without_adapters
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
@@ -143,3 +144,11 @@ def test_a_layer_without_adapter_support_is_refused_by_name(folder: Path, target
 def test_a_rank_without_a_target_is_refused() -> None:
     with pytest.raises(ValidationError, match="lora_target"):
         ModelArgs(lora_rank=4)
+
+
+def test_a_saved_adapters_settings_do_not_depend_on_the_process(tmp_path: Path) -> None:
+    """PEFT keeps the names in a set, whose order is drawn per process."""
+    names = [f"{name}_proj" for name in ("down", "gate", "k", "o", "q", "up", "v")]
+    factors = {f"base_model.model.layers.0.{name}.lora_A.weight": torch.zeros(3, 2) for name in reversed(names)}
+    save_adapter(tmp_path / "adapter", factors, QV, tmp_path)
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["target_modules"] == names

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from offbeat.benchmarks.harness.pretrained import write_llama
 from offbeat.envs.frozen_lake.rows import conversations, pairs, write_rows
 from offbeat.services.messages.types import Group
 from offbeat.services.rollout.data.config import GROUP_SIZES, DataConfig
@@ -22,7 +23,6 @@ from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.training.data_step import DataTrainer
 from offbeat.trainer.training.optimizer_step import StepModels
-from tests.pretrained import write_llama
 from tests.trainer.plain_engine import PlainEngine
 
 if importlib.util.find_spec("trl") is None:

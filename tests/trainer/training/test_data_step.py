@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from offbeat.benchmarks.harness.pretrained import write_llama
 from offbeat.envs.frozen_lake.rows import pairs, write_rows
 from offbeat.services.messages.types import Group
 from offbeat.services.rollout.data.config import DataConfig
@@ -19,7 +20,6 @@ from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.training.data_step import DataTrainer
 from offbeat.trainer.training.optimizer_step import StepModels
-from tests.pretrained import write_llama
 from tests.trainer.plain_engine import PlainEngine
 
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from offbeat.benchmarks.harness.pretrained import write_llama
 from offbeat.envs.frozen_lake.rows import pairs, write_rows
 from offbeat.services.errors import EpisodeError
 from offbeat.services.messages.types import Group
@@ -28,7 +29,6 @@ from offbeat.trainer.models.loading import load_reward_model
 from offbeat.trainer.models.reward_model import PackedRewardModel
 from offbeat.trainer.training.data_step import DataTrainer
 from offbeat.trainer.training.optimizer_step import StepModels
-from tests.pretrained import write_llama
 from tests.qwen2 import write_qwen2
 from tests.trainer.plain_engine import PlainEngine
 

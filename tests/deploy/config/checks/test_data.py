@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from offbeat.benchmarks.harness.pretrained import FORGETTING, write_llama
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import load_run, read_run
 from offbeat.deploy.config.run import RunConfig
@@ -16,7 +17,6 @@ from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.models.tiny import ROLES, write_tiny_policy
 from offbeat.trainer.models.tokenizer_check import check_same_tokens
 from tests.paths import CONFIGS
-from tests.pretrained import FORGETTING, write_llama
 from tests.qwen2 import write_qwen2
 
 TEACHERS_WORDS = ("taught", *WORDS)

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from offbeat.benchmarks.harness.pretrained import FORGETTING, write_llama
 from offbeat.deploy.config.checks.run import check_run
 from offbeat.deploy.config.loader import compose_tree, validate_tree
 from offbeat.deploy.config.vocabulary import collect_words
 from offbeat.envs.frozen_lake import WORDS, FrozenLakeEnv
 from tests.paths import QUICKSTART
-from tests.pretrained import FORGETTING, write_llama
 from tests.services.gateway.templates import HERMES
 
 
