@@ -68,7 +68,12 @@ monitoring: $(STAMP) ## download Prometheus, with which the tests check the aler
 # Debian's packages, unpacked: `podman` sets their configuration; images and containers lie beside it, in vfs, as overlays
 # need more of the kernel.
 PODMAN := $(CURDIR)/$(VENV)/podman
+# Without root, images and containers have files of other user ids, which only podman's user namespace can remove.
+REMOVE_IMAGES := test "$$(id -u)" = 0 || test ! -x $(PODMAN)/podman || $(PODMAN)/podman unshare rm -rf $(PODMAN)/home/.local
 podman: $(STAMP) ## download podman, with which the tests run containers (as root, on Debian)
+	@test "$$(id -u)" = 0 || command -v newuidmap >/dev/null || { \
+		echo "podman without root needs newuidmap: as root, apt-get install uidmap (docs/deployment.md, What was tested where)" >&2; exit 1; }
+	@$(REMOVE_IMAGES)
 	@rm -rf $(PODMAN) && mkdir -p $(PODMAN)/packages $(PODMAN)/home/.config/containers
 	@cd $(PODMAN)/packages && apt-get download --quiet podman conmon runc golang-github-containers-common libyajl2 \
 		libsubid4 libgpgme11 libassuan0 && for name in *.deb; do dpkg-deb --extract "$$name" ..; done && rm -r $(PODMAN)/packages
@@ -184,5 +189,6 @@ animation-console: $(STAMP) ## record the page over a short training run, as doc
 	@$(BIN)/python -m tests.browser.animation $(RECORDED) max_steps=48 eval_steps=24
 
 clean: ## remove the environment and caches; runs/ stays
+	@$(REMOVE_IMAGES)
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -28,6 +28,8 @@ class OpenEnvConfig(Config):
     observation_field: str = ""
     """Observation field to show; empty: all, as JSON."""
     system_prompt: str = ""
+    words: tuple[str, ...] = ()
+    """Words of observations and answers, for the tiny policy's tokenizer, besides the prompt's."""
     success_reward: float = 1.0
     """Minimum last reward of a success."""
     format_penalty: float = Field(default=-0.1, le=0)
@@ -42,6 +44,8 @@ class OpenEnvEnv(TextEnv):
     def __init__(self, config: OpenEnvConfig) -> None:
         """Raises ValueError without openenv-core; `reset` connects."""
         super().__init__(config.system_prompt)
+        if config.words:
+            self.words = tuple(dict.fromkeys((*config.words, *self.system_prompt.split())))
         self.config, self._library = config, require("openenv.core", "openenv")
         self._closed_error: type[Exception] = require("websockets.exceptions", "openenv").ConnectionClosed
         self._client: Any = None

@@ -166,6 +166,21 @@ case "$2$3" in start--dry-run) {try_resume};; start*) {start};; watch*) {watch};
     assert watched == ([] if code == 2 else ["offbeat runs watch name"])
 
 
+@pytest.mark.parametrize(("failures", "code"), [(2, 0), (3, 1)])
+def test_a_refused_deployment_is_tried_again(tmp_path: Path, failures: int, code: int):
+    path = command_path(
+        tmp_path,
+        serve=f"""[ "$1" != deploy ] || {{ echo >> deploys; [ "$(wc -l < deploys)" -gt {failures} ]; }}""",
+        python="exit 0",
+        offbeat="echo name",
+        sleep="exit 0",
+    )
+    done = run(tmp_path, NODES / "run_once.sh", "d.yaml", "r.yaml", path=path)
+    assert done.returncode == code, done.stderr
+    assert (tmp_path / "deploys").read_text() == "\n" * 3
+    assert ("serve deploy d.yaml failed" in done.stderr) == bool(code)
+
+
 def test_a_mesh_that_does_not_come_up_is_shut_down(tmp_path: Path):
     path = command_path(tmp_path, serve='echo "serve $*" >> log', python="exit 1", sleep="exit 0")
     done = run(tmp_path, NODES / "run_once.sh", "d.yaml", "r.yaml", path=path, OFFBEAT_START_ATTEMPTS="3")

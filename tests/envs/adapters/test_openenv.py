@@ -75,6 +75,13 @@ def test_whole_actions_are_json_and_whole_observations_too(url: str):
     env.close()
 
 
+def test_words_are_declared_for_the_tiny_policy(url: str):
+    config = {"base_url": url, "words": ["to", *map(str, range(10))], "system_prompt": "guess to"}
+    made = registry.make("openenv", config)
+    assert getattr(made, "words") == ("to", *map(str, range(10)), "guess")  # noqa: B009 (an attribute of some envs)
+    assert not hasattr(registry.make("openenv", {"base_url": url}), "words")
+
+
 def test_a_server_failure_fails_the_episode_and_reset_reconnects(env: registry.TextEnv):
     env.reset(seed=3)
     with pytest.raises(RuntimeError, match="the game breaks"):
