@@ -6,9 +6,10 @@ Invariant: the same steps give the same findings in learner, REST API and report
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from offbeat.services.errors import CodecError
+from offbeat.services.step_window import NO_LIMITS, DiagnosisLimits, RunFinding, StepWindow
 
 WINDOW_STEPS = 20
 MIN_STEPS = 5
@@ -27,65 +28,6 @@ ANSWER_KEYS = (
 )
 CUTS = ("actor_infer.generating_args.top_p", "actor_infer.generating_args.top_k")
 KEYS_OF_CUTS = ("max_len_mask", *ANSWER_KEYS)
-
-
-@dataclass(frozen=True, slots=True)
-class RunFinding:
-    name: str
-    seen: str
-    """Clause with numbers."""
-    cause: str
-    """Clause: likely cause and remedy."""
-    keys: tuple[str, ...]
-    """Configuration keys, most likely first."""
-    is_warning: bool = True
-    """False for hints about speed."""
-
-    def __str__(self) -> str:
-        return f"{self.seen}: {self.cause} ({', '.join(self.keys)})"
-
-
-@dataclass(frozen=True, slots=True)
-class DiagnosisLimits:
-    mismatch_kl: float = math.inf
-    """Between engine and trainer, nats per token."""
-    max_grad_norm: float = math.inf
-    answer_tokens: int | None = None
-    """Longest answer of any env."""
-    is_sampling_cut: bool = False
-    """Whether `top_p` or `top_k` cut the engine's distribution."""
-    has_faster_engine: bool = False
-    """Whether `hf_infer` would sample this policy faster than its engine."""
-
-
-NO_LIMITS = DiagnosisLimits()
-
-
-@dataclass(frozen=True, slots=True)
-class StepWindow:
-    """Metrics of successive steps, oldest first."""
-
-    steps: Sequence[Mapping[str, float]]
-    first: Mapping[str, float]
-    limits: DiagnosisLimits
-
-    def values(self, name: str) -> list[float]:
-        return [step[name] for step in self.steps if name in step]
-
-    def sum(self, name: str) -> float:
-        return math.fsum(self.values(name))
-
-    def mean(self, name: str, default: float = math.nan) -> float:
-        """Return the mean over steps with the metric, else NaN."""
-        values = self.values(name)
-        return math.fsum(values) / len(values) if values else default
-
-    def share(self, name: str, of: str) -> float:
-        whole = self.sum(of)
-        return self.sum(name) / whole if whole else math.nan
-
-    def has(self, num_steps: int) -> bool:
-        return len(self.steps) >= num_steps
 
 
 def diagnose(steps: Sequence[Mapping[str, float]], limits: DiagnosisLimits = NO_LIMITS) -> list[RunFinding]:
@@ -215,6 +157,28 @@ def _entropy_collapse(window: StepWindow) -> RunFinding | None:
         f"the policy's entropy fell from {before:.2g} to {now:.2g} nats, and {silent:.0%} of the groups have no signal",
         "it no longer explores: raise the entropy bonus, or lower the learning rate",
         ("entropy_loss_coef", "actor_train.training_args.learning_rate", "zero_variance"),
+    )
+
+
+def _failures_left_out(window: StepWindow) -> RunFinding | None:
+    """Check that groups are trained on whose rewards are near the greatest, while those that fail are left out.
+
+    Rewards of trained groups on a scale of their own (a bonus above the env's greatest reward) prove nothing.
+    """
+    share = window.share("groups_without_signal", "groups")
+    lowest, highest = min(window.values("reward_min"), default=0.0), max(window.values("reward_max"), default=0.0)
+    trained, everywhere = window.mean("shaped_reward/mean"), window.mean("reward")
+    if not window.has(MANY_STEPS) or not 0.25 <= share < 0.9 or not lowest < highest >= trained:
+        return None
+    if not min((trained - lowest) / 0.75, (trained - everywhere) / 0.25) >= highest - lowest:
+        return None
+    return RunFinding(
+        "failures_left_out",
+        f"groups that are trained on have a mean reward of {trained:.2g} (greatest: {highest:.2g}), all groups one of "
+        f"{everywhere:.2g}, as {share:.0%} have no signal",
+        "the policy fails in groups that equal rewards or a filter leave out, where not even the entropy bonus reaches it: "
+        "leave out solved groups instead of failed ones, train on all (zero_variance=train), or explore more",
+        ("group_filter_cls", "zero_variance", "difficulty_mask", "query_filter_config", "entropy_loss_coef"),
     )
 
 
@@ -363,6 +327,7 @@ RULES: tuple[Callable[[StepWindow], RunFinding | None], ...] = (
     _constant_reward,
     _no_signal,
     _entropy_collapse,
+    _failures_left_out,
     _mismatch,
     _clipped,
     _no_effect,

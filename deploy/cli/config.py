@@ -167,8 +167,8 @@ def config_import(
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
     command: Annotated[
-        Literal["sft", "dpo", "grpo"] | None,
-        typer.Option("--command", help="TRL's command, if the file's keys do not tell.", show_default=False),
+        Literal["sft", "dpo", "grpo", "rloo", "kto", "reward"] | None,
+        typer.Option("--command", help="TRL's command, if neither keys nor name tell.", show_default=False),
     ] = None,
 ) -> None:
     """Convert another library's configurations; report what became of each key."""

@@ -19,8 +19,9 @@ from offbeat.deploy.run_folder import newest_saved
 from offbeat.services.control.failed_groups import advise_failed
 from offbeat.services.control.failing_episodes import find_failing
 from offbeat.services.control.schemas import CountersView
-from offbeat.services.diagnosis import RunFinding, diagnose
+from offbeat.services.diagnosis import diagnose
 from offbeat.services.rollout.data.config import GROUP_SIZES
+from offbeat.services.step_window import RunFinding
 from offbeat.trainer.rendering.episodes import (
     PlayedEpisode,
     play_again,

@@ -24,9 +24,9 @@ from offbeat.services.control.schemas import (
     paths_view,
 )
 from offbeat.services.control.store import RunStore
-from offbeat.services.diagnosis import RunFinding
 from offbeat.services.errors import CodecError
 from offbeat.services.live_settings import Settings, settings_now
+from offbeat.services.step_window import RunFinding
 from offbeat.services.telemetry import decode_record
 
 RATE_WINDOW_S = 15.0

@@ -6,9 +6,10 @@ from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, ClassVar, TypeVar, cast
 
-from offbeat.services.diagnosis import RunFinding, decode_findings
+from offbeat.services.diagnosis import decode_findings
 from offbeat.services.errors import CodecError, ControlError
 from offbeat.services.live_settings import Settings, decode_settings, encode_settings
+from offbeat.services.step_window import RunFinding
 from offbeat.services.weights.replica_reports import ReplicaReport, decode_report
 
 T = TypeVar("T")

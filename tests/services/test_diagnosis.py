@@ -6,16 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from offbeat.services.diagnosis import (
-    RULES,
-    DiagnosisLimits,
-    RunFinding,
-    decode_findings,
-    describe_untrained,
-    diagnose,
-    encode_findings,
-)
+from offbeat.services.diagnosis import RULES, decode_findings, describe_untrained, diagnose, encode_findings
 from offbeat.services.errors import CodecError
+from offbeat.services.step_window import DiagnosisLimits, RunFinding
 
 HEALTHY: dict[str, float] = {
     "groups": 8.0,
@@ -55,6 +48,7 @@ SEEN: dict[str, dict[str, Any]] = {
         "episodes_truncated": 1.0,
         "reward_max": 0.0,
     },
+    "failures_left_out": {"shaped_reward__mean": 0.87, "reward": 0.5},
     "success_missing": {"success_missing": 0.1},
     "truncated": {"episodes_truncated": 0.6},
     "constant_reward": {"reward_max": 0.0, "groups_without_signal": 8.0},
@@ -226,6 +220,22 @@ def test_entropy_that_fell_while_groups_are_silent_is_a_collapse():
     assert names(steps(1) + fallen) == ["entropy_collapse"]
     assert names(fallen) == []  # it was never higher
     assert names(steps(1) + steps(actor__entropy=0.02, groups_without_signal=6.0, success=0.95)) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"groups_without_signal": 1.0},  # few are left out
+        {"shaped_reward__mean": 0.6},  # groups that are trained on are not solved, either
+        {"reward": 0.8},  # solved ones are left out
+        {"shaped_reward__mean": 3.0},  # a bonus: another scale than that of the env's rewards
+    ],
+)
+def test_failures_that_are_left_out_are_told_from_hard_tasks(changes: dict[str, Any]):
+    seen = SEEN["failures_left_out"]
+    assert names(steps(**seen)) == ["failures_left_out"]
+    assert names(steps(9, **seen)) == []
+    assert names(steps(**(seen | changes))) == []
 
 
 def test_without_a_learning_rate_nothing_is_expected_to_change():

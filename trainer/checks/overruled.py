@@ -12,6 +12,7 @@ WITHOUT_RATIO_GRADIENT = ("tis", "cispo", "topr")
 
 def check_overruled(config: AlgorithmConfig) -> Iterator[ConfigIssue]:
     yield from _check_ratio_type(config)
+    yield from _check_whitening(config)
     yield from _check_scales(config)
     yield from _check_bounds(config)
 
@@ -38,6 +39,12 @@ def advantage_is_of_the_episode(config: AlgorithmConfig) -> bool:
     if correction.filters or correction.m2_threshold or (weight and weight.weight_type in ("token", "turn")):
         return False
     return not by_token and config.gamma == 1
+
+
+def _check_whitening(config: AlgorithmConfig) -> Iterator[ConfigIssue]:
+    if config.whiten_over != "batch" and not config.whitens_advantages and not config.whiten_rewards:
+        message = "has no effect without whiten_advantages or whiten_rewards: set one, or leave this out"
+        yield ConfigIssue("whiten_over", message)
 
 
 def _check_scales(config: AlgorithmConfig) -> Iterator[ConfigIssue]:

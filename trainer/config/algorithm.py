@@ -91,6 +91,8 @@ class AlgorithmConfig(ConditionalConfig):
     """Normalization over the batch's tokens to mean 0, deviation 1. None: true for `reinforce_plus_plus` and
     `reinforce_plus_plus_baseline`, else false.
     """
+    whiten_over: Literal["batch", "tags"] = "batch"
+    """Scope of `whiten_rewards` and `whiten_advantages`: the batch, or each tag by itself, as ROLL does by domain."""
     advantage_clip: float | None = Field(default=None, gt=0)
     """Bound on absolute advantages."""
 

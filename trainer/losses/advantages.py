@@ -195,7 +195,7 @@ def estimate(
     result = estimator(AdvantageInputs(config, batch, rewards, values, logprobs, distilled, bootstrapped))
     advantages = result.advantages
     if config.whitens_advantages:
-        advantages = _whiten_trained(advantages, trained)
+        advantages = _whiten_trained(config, batch, advantages, trained)
     if config.use_opd and distilled is not None:
         advantages = advantages + distilled
     if config.advantage_clip is not None:
@@ -218,19 +218,29 @@ def bootstrap(config: AlgorithmConfig, batch: Batch, next_values: Tensor | None)
     return torch.where(batch.last & batch.cut[batch.trajectory], next_values, 0.0)
 
 
-def _whiten_trained(advantages: Tensor, trained: Tensor | None) -> Tensor:
-    if trained is None or bool(trained.all()):
-        return whiten(advantages)
+def _whiten_trained(config: AlgorithmConfig, batch: Batch, advantages: Tensor, trained: Tensor | None) -> Tensor:
     out = advantages.clone()
-    out[trained] = whiten(advantages[trained])
+    for scope in _whitening_scopes(config, batch):
+        chosen = scope if trained is None else scope & trained
+        out[chosen] = whiten(advantages[chosen])
     return out
 
 
-def scale_rewards(rewards: Tensor) -> Tensor:
-    """Divide rewards [M] by their deviation, without centering."""
-    if len(rewards) < 2:
-        return rewards
-    return rewards / (rewards.std() + EPS)
+def scale_rewards(config: AlgorithmConfig, batch: Batch, rewards: Tensor) -> Tensor:
+    """Divide rewards [M] by the deviation over their scope, without centering."""
+    out = rewards.clone()
+    for scope in _whitening_scopes(config, batch):
+        if scope.sum() > 1:
+            out[scope] = rewards[scope] / (rewards[scope].std() + EPS)
+    return out
+
+
+def _whitening_scopes(config: AlgorithmConfig, batch: Batch) -> list[Tensor]:
+    """Return a mask [M] for each set of tokens that are whitened together."""
+    if config.whiten_over == "batch":
+        return [torch.ones(batch.num_sampled, dtype=torch.bool)]
+    tags = batch.tag[batch.trajectory]
+    return [tags == tag for tag in tags.unique()]
 
 
 def token_rewards(

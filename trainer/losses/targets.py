@@ -123,7 +123,7 @@ def build_targets(
         rewards = rewards - kl_coef * kl
         kl_mean = float((kl * token_weights(batch.trajectory, "seq-mean-token-mean")).sum())
     if config.whiten_rewards:
-        rewards = scale_rewards(rewards)
+        rewards = scale_rewards(config, batch, rewards)
     trained = trained_episodes(batch, config)[batch.trajectory]
     distilled = _distilled(config, batch, old, teacher_logprobs)
     estimated = estimate(

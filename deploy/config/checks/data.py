@@ -33,13 +33,13 @@ ONLINE_KEYS = ("sequence_length", "reward_shaping", "zero_variance", "max_refill
 """Keys that `online_dpo` uses."""
 CONVERSATIONS, PAIRS = ("sft", "distill"), ("dpo", "reward_model")
 COLUMN_KEYS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("messages_key", "response_key"), CONVERSATIONS),
+    **dict.fromkeys(("messages_key", "query_key", "response_key", "system_key"), CONVERSATIONS),
     **dict.fromkeys(("chosen_key", "rejected_key"), PAIRS),
     **dict.fromkeys(("completion_key", "label_key"), ("dpo",)),
     "margin_key": ("reward_model",),
 }
 """Keys of `data` -> pipelines that use them; other keys are of every data pipeline."""
-OPTIONAL_COLUMNS = ("images_key", "margin_key", "tag_key", "tools_key")
+OPTIONAL_COLUMNS = ("images_key", "margin_key", "query_key", "system_key", "tag_key", "tools_key")
 
 
 def steps_of_epochs(config: RunConfig) -> int | None:

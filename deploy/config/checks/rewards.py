@@ -15,6 +15,8 @@ from offbeat.trainer.config.issue import ConfigIssue
 PROMPT_KEYS = ("ground_truth_key", "prompt_length", "tag_included", "domain_interleave_probs")
 """Of `data`, used only by prompts."""
 ROW_KEYS = (
+    "query_key",
+    "system_key",
     "response_key",
     "chosen_key",
     "rejected_key",

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from offbeat.deploy.config.importing.report import Outcome
-from offbeat.deploy.config.importing.roll_data import DATA, EPOCHS, batch_rules
+from offbeat.deploy.config.importing.roll_data import DATA, EPOCHS, batch_default, batch_rules
 from offbeat.deploy.config.importing.rules import Key, Rule, Tree, get, missing, rename, same
 
 MAX_NORM = ("actor_train", "training_args", "max_grad_norm")
@@ -56,6 +56,7 @@ DISTILL: tuple[tuple[str, Rule], ...] = (
 def distill_defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
     """Yield ROLL's key, ours and ROLL's default, if it differs."""
     yield "", "pipeline", "distill"
+    yield batch_default(tree, 1)
     if get(tree, "logits_topk") != 0:
         yield "", "distill.add_tail", False  # both distributions are over the most probable tokens
     if _divisor(tree) != 1:

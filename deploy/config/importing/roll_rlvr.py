@@ -169,7 +169,22 @@ def _normalization(key: Key) -> Outcome:
         return Outcome("no effect", note="of its group, with grpo")
     if key.value is None:
         return Outcome("same", note="none")
-    return Outcome("renamed", ("reward_normalization", key.path[0]), key.value)
+    target = ("reward_normalization", key.path[0])
+    if key.value != "batch" or not _has_domains(key.tree):
+        return Outcome("renamed", target, key.value)
+    if _normalizes_by_domain(key.tree):
+        return Outcome("value", target, "group", "ROLL's batch is one domain's: reward_normalization.grouping: tags")
+    return Outcome("renamed", target, key.value, "over the batch; ROLL's over each domain")
+
+
+def _has_domains(tree: Tree) -> bool:
+    return len(get_table(tree, "rewards")) > 1
+
+
+def _normalizes_by_domain(tree: Tree) -> bool:
+    """Return whether rewards are compared with all of their domain; prompts and domains at once have no counterpart."""
+    scopes = [get(tree, name) for name in ("norm_mean_type", "norm_std_type")]
+    return get(tree, "adv_estimator") != "grpo" and _has_domains(tree) and "batch" in scopes and "group" not in scopes
 
 
 def _share(key: Key) -> Outcome:
@@ -235,11 +250,6 @@ def _answer_length(prefix: str, target: str) -> Rule:
     return rule
 
 
-def _whitening(key: Key) -> Outcome:
-    note = "over the batch; ROLL's over each domain" if key.value and len(get_table(key.tree, "rewards")) > 1 else ""
-    return Outcome("same", key.path, key.value, note)
-
-
 def _loss_weight(key: Key) -> Outcome:
     notes = {
         "difficulty_loss_weight": "of the group's mean reward; ROLL reads the column difficulty",
@@ -292,7 +302,6 @@ RLVR: tuple[tuple[str, Rule], ...] = (
     ("validation.generating_args.num_return_sequences", rename("val_env_manager.group_size")),
     ("actor_infer.generating_args.max_new_tokens", _answer_length("", ANSWER)),
     ("validation.generating_args.max_new_tokens", _answer_length("val_", "val_env_manager.generating_args.max_new_tokens")),
-    ("whiten_advantages", _whitening),
     ("difficulty_loss_weight|length_loss_weight|difficulty_mask", _loss_weight),
     ("validation.generating_args.temperature|top_p|top_k", lambda key: Outcome(
         "renamed", ("val_env_manager", *key.path[1:]), key.value
@@ -314,6 +323,10 @@ def rlvr_defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
     if any(each not in (None, "no_filter") for each in filters):
         yield "", "zero_variance", "refill"
     yield "loss_agg_mode", "loss_agg_mode", "seq-mean-token-mean"
+    if _has_domains(tree) and (get(tree, "whiten_advantages") or get(tree, "whiten_rewards")):
+        yield "", "whiten_over", "tags"
+    if _normalizes_by_domain(tree):
+        yield "", "reward_normalization.grouping", "tags"
     yield "num_return_sequences_in_group", "train_env_manager.group_size", 1
     size = get(tree, "num_return_sequences_in_group") or 1
     yield "rollout_batch_size", "rollout_batch_size", prompts * size

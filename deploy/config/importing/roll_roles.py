@@ -86,8 +86,22 @@ def _warmup_ratio(key: Key) -> Outcome | None:
     return Outcome("value", (*key.path[:-1], "warmup_steps"), round(steps * ratio), "of max_steps")
 
 
+def warmup_without_effect(key: Key) -> Outcome | None:
+    """Report the warm-up of transformers' constant schedule, which has none; Megatron's has one."""
+    role = key.path[0]
+    if get(key.tree, (*key.path[:-1], "lr_scheduler_type")) != "constant" or not is_fsdp2(key.tree, role):
+        return None
+    return Outcome("no effect", note="ROLL's fsdp2_train has no warm-up with lr_scheduler_type: constant")
+
+
+def is_fsdp2(tree: Tree, role: str = "actor_train") -> bool:
+    return get(tree, f"{role}.strategy_args.strategy_name") == "fsdp2_train"
+
+
 def _warmup_steps(key: Key) -> Outcome | None:
     """Convert optimizer steps, which ROLL counts, to batches; a critic has one pass per batch there."""
+    if key.value and (without := warmup_without_effect(key)) is not None:
+        return without
     minibatches, epochs = steps_of_batch(key.tree, key.path[0]), get(key.tree, "ppo_epochs") or 1
     if not isinstance(key.value, int) or key.value <= 0 or not isinstance(epochs, int):
         return None

@@ -136,6 +136,7 @@ def _checkpoints(key: Key) -> Outcome | None:
 
 RUN: tuple[tuple[str, Rule], ...] = (
     ("hydra.**", no_effect("Hydra's own")),
+    ("system_envs.USE_MODELSCOPE", no_effect("ROLL never reads it; ids are of the Hugging Face hub here")),
     ("exp_name", _name),
     ("num_nodes", same("device_mapping says it")),
     ("local_rank", no_effect("unused")),
@@ -161,6 +162,8 @@ ALGORITHM: tuple[tuple[str, Rule], ...] = (
     ("pg_clip_low|pg_clip_high", _clip_range),
     ("pg_clip", lambda key: no_effect("use_pg_clip_range is set")(key) if get(key.tree, "use_pg_clip_range") else None),
     ("add_token_level_kl", same("", False)),
+    ("whiten_rewards", lambda key: Outcome("same", key.path, key.value, "divided by the deviation; ROLL also centers them")
+     if key.value else None),
     ("init_kl_coef|target_kl|kl_horizon|kl_penalty", _kl_in_reward),
     ("kl_penalty", _kl_estimator),
     ("actor_train.pg_variant", _variant),
@@ -208,6 +211,8 @@ def defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
     yield f"{args}.learning_rate", f"{args}.learning_rate", 5e-5
     yield f"{args}.lr_scheduler_type", f"{args}.lr_scheduler_type", "linear"
     yield f"{args}.adam_beta2", f"{args}.adam_beta2", 0.999
+    if get(tree, f"{args}.weight_decay") and get(tree, "actor_train.strategy_args.strategy_name") == "fsdp2_train":
+        yield "", f"{args}.decay_all_weights", True  # as torch's AdamW does; Megatron's spares norms and biases
     model = "actor_train.model_args"
     yield f"{model}.dtype", f"{model}.dtype", "bfloat16"
     yield f"{model}.disable_gradient_checkpointing", f"{model}.disable_gradient_checkpointing", False

@@ -1,4 +1,4 @@
-"""Configurations of TRL's commands (`trl sft|dpo|grpo --config FILE`), by TRL 1.16's names and defaults."""
+"""Configurations of TRL's commands (`trl COMMAND --config FILE`), by TRL 1.16's names and defaults."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,14 +8,8 @@ from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.importing.fitting import finish
 from offbeat.deploy.config.importing.report import Imported, KeyReport, Outcome
 from offbeat.deploy.config.importing.rules import UNKNOWN, Key, Tree, add_defaults, apply, leaves, translate
-from offbeat.deploy.config.importing.trl_batches import (
-    ARGS,
-    COMMAND,
-    find_command,
-    find_pipeline,
-    rollout_batch,
-    to_batches,
-)
+from offbeat.deploy.config.importing.trl_batches import ARGS, rollout_batch, to_batches
+from offbeat.deploy.config.importing.trl_commands import COMMAND, NAME, find_command, find_pipeline
 from offbeat.deploy.config.importing.trl_keys import (
     CORRECTION,
     DECOUPLED,
@@ -31,8 +25,14 @@ from offbeat.deploy.config.loader import readable
 from offbeat.deploy.config.yaml_limits import load_yaml
 from offbeat.trainer.config.issue import ConfigIssue
 
-NUM_GENERATIONS, COMPLETION, PROMPT = 8, 512, 512
-"""TRL's default of generations, and lengths in tokens."""
+NUM_GENERATIONS = {"grpo": 8, "rloo": 2}
+COMPLETION, PROMPT = 512, 512
+"""TRL's defaults of lengths, in tokens."""
+LEARNING_RATES = {"sft": 2e-5, "reward": 1e-4}
+LEARNING_RATE = 1e-6
+"""Of other commands."""
+RLOO_KL = 0.05
+"""TRL's default of `beta` in `trl rloo`."""
 SYNC_STEPS, MIXUP = 512, 0.6
 """TRL's defaults with sync_ref_model."""
 OVERLONG_MAX, OVERLONG_BUFFER = 1280, 256
@@ -40,6 +40,10 @@ OVERLONG_MAX, OVERLONG_BUFFER = 1280, 256
 ALL_TOKENS = (
     "TRL's loss is on every token of `messages`, unless assistant_only_loss is set; here it is on the assistant's "
     "(data.train_on)"
+)
+KL_BEFORE_BASELINE = (
+    "TRL's RLOO compares rewards less beta times their KL; here rewards are compared, and each token's KL is "
+    "subtracted then"
 )
 
 
@@ -55,7 +59,7 @@ def translate_trl(path: Path, command: str | None = None) -> tuple[Tree, list[Ke
         source: Any = load_yaml(path.read_text(encoding="utf-8"))
     if not isinstance(source, dict):
         raise ConfigError([ConfigIssue("", "expected a mapping of keys to values")], str(path))
-    whole: Tree = source if command is None else {**source, COMMAND: command}
+    whole: Tree = {**source, NAME: path.stem} if command is None else {**source, COMMAND: command}
     keys = ((key, Key(key, value, whole)) for key, value in leaves(source, ("*",)))
     tree, reports = translate(keys, _decide)
     return tree, [*reports, *add_defaults(tree, _defaults(whole))], list(_remarks(whole))
@@ -68,21 +72,23 @@ def _decide(key: Key) -> Outcome:
 
 
 def _remarks(source: Tree) -> Iterator[str]:
-    command, key = find_command(source)
-    if key != COMMAND:
-        why = f"by its key {key}" if key else "which has no key of dpo or grpo"
-        yield f"read as a file of `trl {command}`, {why}; another command's: --command"
-    if command == "sft" and not source.get("assistant_only_loss"):
+    command = find_command(source)
+    if command.why:
+        also = f", which `trl {command.alternative}` has, too" if command.alternative else ""
+        yield f"read as a file of `trl {command.name}`, {command.why}{also}; another command's: --command"
+    if command.name == "sft" and not source.get("assistant_only_loss"):
         yield ALL_TOKENS
+    if command.name == "rloo" and source.get("beta", RLOO_KL):
+        yield KL_BEFORE_BASELINE
 
 
 def _defaults(source: Tree) -> Iterator[tuple[str, Any]]:
     """Yield TRL's defaults that differ from ours."""
-    pipeline = find_pipeline(source)
+    pipeline, command = find_pipeline(source), find_command(source).name
     yield "pipeline", pipeline
     yield f"{ARGS}.lr_scheduler_type", "linear"
     yield f"{ARGS}.adam_beta2", 0.999
-    yield f"{ARGS}.learning_rate", 2e-5 if pipeline == "sft" else 1e-6
+    yield f"{ARGS}.learning_rate", LEARNING_RATES.get(command, LEARNING_RATE)
     yield f"{MODEL}.disable_gradient_checkpointing", False
     if source.get("bf16") is not False:
         yield f"{MODEL}.dtype", "bfloat16"
@@ -98,32 +104,39 @@ def _defaults(source: Tree) -> Iterator[tuple[str, Any]]:
         yield "ref_model_mixup_alpha", MIXUP
     if pipeline != "rlvr":
         yield "sequence_length", 1024
-        yield "data.too_long", "truncate"
-        if pipeline == "sft":
+        if command != "reward":
+            yield "data.too_long", "truncate"
+        if command == "sft":
             yield "data.response_key", "completion"
+        if command == "kto":
+            yield "dpo.loss_type", "kto"
+            yield "data.shuffle", False
         return
     yield from _grpo_defaults(source)
 
 
 def _grpo_defaults(source: Tree) -> Iterator[tuple[str, Any]]:
+    """Yield the defaults of `trl grpo` and `trl rloo`."""
+    command = find_command(source).name
     completion = source.get("max_completion_length") or COMPLETION
     yield "sequence_length", (source.get("max_prompt_length") or PROMPT) + completion
     yield "actor_infer.generating_args.max_new_tokens", completion
-    yield "train_env_manager.group_size", NUM_GENERATIONS
-    yield "val_env_manager.group_size", source.get("num_generations") or NUM_GENERATIONS
+    yield "train_env_manager.group_size", NUM_GENERATIONS[command]
+    yield "val_env_manager.group_size", source.get("num_generations") or NUM_GENERATIONS[command]
     if {*reward_names(source)} & {*MATH_REWARDS}:
         yield "data.ground_truth_key", "solution"
     if weight := overlong_weight(source):
         yield "reward_shaping.overlong_max_length", OVERLONG_MAX
         yield "reward_shaping.overlong_buffer", OVERLONG_BUFFER
         yield "reward_shaping.overlong_penalty", weight
-    yield from _loss_defaults(source, completion)
+    yield from _rloo_defaults(source) if command == "rloo" else _loss_defaults(source, completion)
     if source.get("scale_rewards") == "batch" and source.get("multi_objective_aggregation") != DECOUPLED:
         yield "reward_normalization.norm_mean_type", "group"
-    yield "adv_estimator", "grpo"
+    yield "adv_estimator", command
     yield "old_logprobs", "recompute"
     yield "max_staleness", 0
-    for name, value in importance_correction(source).items():
+    correction = importance_correction(source) if command == "grpo" else {}
+    for name, value in correction.items():
         yield f"{CORRECTION}.{name}", value
     yield "custom_envs", {"prompt": {"env_type": "prompt", "max_steps": 1, "max_tokens_per_step": completion}}
 
@@ -139,3 +152,11 @@ def _loss_defaults(source: Tree, completion: int) -> Iterator[tuple[str, Any]]:
         yield "use_kl_loss", True
     if source.get("beta") or source.get("entropy_coef"):
         yield "zero_variance", "train"  # groups with equal rewards count in these terms
+
+
+def _rloo_defaults(source: Tree) -> Iterator[tuple[str, Any]]:
+    yield "loss_agg_mode", "seq-mean-token-mean"
+    yield "ratio_type", "sequence-product"
+    if source.get("beta", RLOO_KL):
+        yield "init_kl_coef", RLOO_KL
+        yield "zero_variance", "train"  # groups with equal rewards count in the KL

@@ -1,76 +1,19 @@
-"""Pipeline, batch sizes and counts of steps of TRL's files."""
+"""Batch sizes and counts of steps of TRL's files."""
 
 import math
 from typing import Any
 
-from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.importing.report import Outcome
 from offbeat.deploy.config.importing.rules import Key, Rule, Tree, get
-from offbeat.trainer.config.issue import ConfigIssue
+from offbeat.deploy.config.importing.trl_commands import find_pipeline
 
 ARGS = "actor_train.training_args"
-COMMANDS = {"sft": "sft", "dpo": "dpo", "grpo": "rlvr"}
-"""TRL's command -> pipeline."""
-PREFERENCES = ("sigmoid", "ipo", "hinge", "robust", "apo_zero", "apo_down")
-DPO_KEYS = (
-    "label_smoothing",
-    "precompute_ref_log_probs",
-    "f_divergence_type",
-    "reference_free",
-    "rpo_alpha",
-    "ld_alpha",
-)
-GRPO_KEYS = ("num_generations", "reward_funcs", "num_iterations", "epsilon", "scale_rewards")
-COMMAND = "--command"
-"""Entry of a tree whose command the user names."""
-OTHER_COMMANDS = {
-    "normalize_advantages": ("rloo", "pipeline: rlvr with adv_estimator: rloo"),
-    "reward_clip_range": ("rloo", "pipeline: rlvr with adv_estimator: rloo"),
-    "rloo_k": ("rloo", "pipeline: rlvr with adv_estimator: rloo"),
-    "desirable_weight": ("kto", "pipeline: dpo with dpo.loss_type: kto"),
-    "undesirable_weight": ("kto", "pipeline: dpo with dpo.loss_type: kto"),
-    "center_rewards_coefficient": ("reward", "pipeline: reward_model"),
-}
-"""Key of a command that is not imported -> command, and its counterpart."""
 COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size",
           "num_iterations", "num_processes")  # fmt: skip
+PAIRED = ("dpo", "reward_model")
+"""Pipelines with two trajectories a row; KTO's second has another row's response."""
 BATCH, STEPS = 8, 1
 """TRL's defaults of batch size and accumulation."""
-
-
-def find_pipeline(tree: Tree) -> str:
-    """Return a file's pipeline, which TRL's command names and the file's keys suggest.
-
-    Raises:
-        ConfigError: a key of another command.
-    """
-    return COMMANDS[find_command(tree)[0]]
-
-
-def find_command(tree: Tree) -> tuple[str, str]:
-    """Return TRL's command and the key that tells it, if any.
-
-    Raises:
-        ConfigError: a key of another command.
-    """
-    if COMMAND in tree:
-        return tree[COMMAND], COMMAND
-    for key, (command, counterpart) in OTHER_COMMANDS.items():
-        if key in tree:
-            message = (
-                f"a key of `trl {command}`: files of `trl sft`, `dpo` and `grpo` are imported; here it is {counterpart}"
-            )
-            raise ConfigError([ConfigIssue(key, message)])
-    losses = tree.get("loss_type")
-    if {*(losses if isinstance(losses, list) else [losses])} & {*PREFERENCES}:
-        return "dpo", "loss_type"
-    if key := next((key for key in DPO_KEYS if key in tree), ""):
-        return "dpo", key
-    if key := next((key for key in GRPO_KEYS if key in tree), ""):
-        return "grpo", key
-    if "max_completion_length" in tree and "max_length" not in tree:
-        return "grpo", "max_completion_length"
-    return ("dpo", "beta") if "beta" in tree else ("sft", "")
 
 
 def count(tree: Tree, name: str, default: int) -> int:
@@ -86,7 +29,7 @@ def rollout_batch(tree: Tree) -> int:
     """Return a batch's trajectories: TRL counts completions, or rows; a pair has two responses."""
     size = optimizer_batch(tree)
     match find_pipeline(tree):
-        case "dpo":
+        case pipeline if pipeline in PAIRED:
             return 2 * size
         case "rlvr":
             per_step = count(tree, "per_device_train_batch_size", BATCH) * count(tree, "num_processes", 1)
@@ -113,6 +56,8 @@ def take_batch(key: Key) -> Outcome | None:
         return None
     processes = count(key.tree, "num_processes", 1)
     note = f"with gradient_accumulation_steps, of {'one process' if processes == 1 else f'{processes} processes'}"
+    if find_pipeline(key.tree) in PAIRED:
+        note += "; two responses a row"
     if get(key.tree, "packing") and find_pipeline(key.tree) == "sft":
         note += "; packed sequences there, rows here"
     return Outcome("value", ("rollout_batch_size",), rollout_batch(key.tree), note)

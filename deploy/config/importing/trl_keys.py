@@ -18,13 +18,12 @@ from offbeat.deploy.config.importing.rules import (
 )
 from offbeat.deploy.config.importing.trl_batches import (
     ARGS,
-    PREFERENCES,
-    find_pipeline,
     in_batches,
     take_batch,
     take_generation,
     take_warmup,
 )
+from offbeat.deploy.config.importing.trl_commands import PREFERENCES, find_command, find_pipeline
 from offbeat.trainer.config.aliases import ENGINE
 
 MODEL = "actor_train.model_args"
@@ -79,6 +78,14 @@ def _epochs(key: Key) -> Outcome:
     return Outcome("renamed", ("data", "num_train_epochs"), key.value)
 
 
+def _sampling(key: Key) -> Outcome | None:
+    """Take the order of rows, which is the file's in `trl kto` alone."""
+    if key.value not in ("random", "sequential"):
+        return None
+    is_default = (key.value == "sequential") == (find_command(key.tree).name == "kto")
+    return Outcome("same" if is_default else "value", ("data", "shuffle"), key.value == "random")
+
+
 def _shuffle(key: Key) -> Outcome:
     if find_pipeline(key.tree) == "rlvr":
         return Outcome("renamed", ("data", "shuffle"), key.value)
@@ -88,6 +95,8 @@ def _shuffle(key: Key) -> Outcome:
 def _kl(key: Key) -> Outcome:
     if find_pipeline(key.tree) == "dpo":
         return Outcome("renamed", ("dpo", "beta"), key.value)
+    if find_command(key.tree).name == "rloo" and key.value:
+        return Outcome("renamed", ("init_kl_coef",), key.value, "per token, subtracted from rewards")
     return Outcome("renamed", ("kl_loss_coef",), key.value) if key.value else Outcome("same", note="no KL")
 
 
@@ -97,12 +106,14 @@ def loss_name(tree: Tree) -> Any:
 
 
 def _loss(key: Key) -> Outcome:
-    name, pipeline = loss_name(key.tree), find_pipeline(key.tree)
-    if pipeline == "sft" and name == "nll":
+    name, command = loss_name(key.tree), find_command(key.tree).name
+    if command == "sft" and name == "nll":
         return Outcome("same", note="negative log-likelihood")
-    if pipeline == "dpo" and name in PREFERENCES:
+    if (command == "dpo" and name in PREFERENCES) or (command, name) == ("kto", "kto"):
         return Outcome("renamed", ("dpo", "loss_type"), name)
-    if pipeline == "rlvr" and name in AGGREGATIONS:
+    if command == "kto":
+        return Outcome("no counterpart", note=f"no loss {name} here: dpo.loss_type: kto is written in its place")
+    if command == "grpo" and name in AGGREGATIONS:
         note = f"that of {name}"
         if name == "cispo" and get(key.tree, "epsilon_high") is None:
             note += (
@@ -236,6 +247,8 @@ RULES: Rules = (
     ("dataset_text_field", missing("rows are conversations: columns messages, or prompt and completion")),
     ("dataset_num_proc", missing("rows are read as they are needed")),
     ("shuffle_dataset", _shuffle),
+    ("train_sampling_strategy", _sampling),
+    ("train_sampling_strategy", missing("rows are in random order (data.shuffle)")),
     ("warmup_steps|warmup_ratio", take_warmup),
     ("warmup_steps", in_batches(*ARGS.split("."))),
     ("learning_rate|weight_decay|adam_beta1|adam_beta2|adam_epsilon|max_grad_norm|warmup_steps|lr_scheduler_type|"
@@ -262,6 +275,8 @@ RULES: Rules = (
     ("loss_type", _loss),
     ("beta", _kl),
     ("label_smoothing", rename("dpo.label_smoothing")),
+    ("desirable_weight|undesirable_weight", lambda key: Outcome("renamed", ("dpo", key.path[0]), key.value)),
+    ("center_rewards_coefficient", rename("center_rewards_coefficient")),
     ("max_length", rename("sequence_length")),
     ("truncation_mode", become("data.too_long", lambda _: "truncate", "", "keep_start")),
     ("packing", missing("rollout_batch_size is in rows; TRL's batches are of packed sequences of max_length", True)),
@@ -301,6 +316,9 @@ RULES: Rules = (
     ("importance_sampling_level", become("ratio_type", lambda value: value, "", "sequence")),
     ("importance_sampling_level", same("ratio_type: token", "token")),
     ("scale_rewards", _scale),
+    ("normalize_advantages", become("whiten_advantages", lambda _: True, "over tokens; TRL's over responses", True)),
+    ("normalize_advantages", same("", False)),
+    ("reward_clip_range", missing("clip in the reward function: reward_clip bounds rewards less their baseline")),
     ("mask_truncated_completions", rename("max_len_mask")),
     ("entropy_coef", rename("entropy_loss_coef")),
     ("reward_funcs", _reward),

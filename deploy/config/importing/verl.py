@@ -83,6 +83,7 @@ DEFAULTS: dict[str, Any] = {
     "trainer.test_freq": -1,
     "critic.optim.lr": 1e-5,
     "critic.cliprange_value": 0.5,
+    "reward_model.model.path": "~/models/FsfairX-LLaMA3-RM-v0.1",
 }
 """verl's defaults that differ from ours once translated, by verl's key."""
 

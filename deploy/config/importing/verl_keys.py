@@ -161,8 +161,17 @@ def _resume(key: Key) -> Outcome:
 
 
 def _reward_model(key: Key) -> Outcome:
-    reward = {"name": "reward-model", "kind": "reward_model", "model_args": {"model_name_or_path": key.value}}
-    return Outcome("value", ("rewards",), [reward])
+    """Take the reward model, which verl computes in bfloat16 on whole responses, in micro-batches of rows or tokens."""
+    reward: Tree = {
+        "name": "reward-model", "kind": "reward_model", "includes_thoughts": True,
+        "model_args": {"model_name_or_path": key.value, "dtype": "bfloat16"},
+    }  # fmt: skip
+    tokens = get(key.tree, "reward_model.forward_max_token_len_per_gpu")
+    if get(key.tree, "reward_model.use_dynamic_bsz") and isinstance(tokens, int):
+        reward["max_batch_tokens"] = tokens
+    if isinstance(longest := get(key.tree, "reward_model.max_length"), int):
+        reward["max_length"] = longest
+    return Outcome("value", ("rewards",), [reward], "on CPUs: set its device and device_mapping (docs/rewards.md)")
 
 
 TRAINING: Rules = (
@@ -280,9 +289,31 @@ DATA: Rules = (
     ("data.gen_batch_size", missing("prompts are taken as slots are free")),
     ("data.return_*", same("prompts are messages")),
     ("data.dataloader_num_workers|filter_overlong_prompts_workers", missing("rows are read as they are needed")),
-    ("reward_model.model.path", only_with("reward_model.enable", _reward_model)),
     ("reward_model.enable", same("rewards")),
     ("reward_model.reward_manager", same("score of each response", "naive", "dapo", "batch", "prime")),
+    ("reward_model.sandbox_fusion.**", missing("kind: code_sandbox runs programs in a sandbox of its own")),
+    ("reward_model.model.**", only_with("reward_model.enable", lambda _: None)),
+    ("reward_model.strategy|micro_batch_size*|max_length|use_dynamic_bsz|forward_max_token_len_per_gpu|num_workers|"
+     "enable_resource_pool|n_gpus_per_node|nnodes", only_with("reward_model.enable", lambda _: None)),
+    ("reward_model.rollout.**", only_with("reward_model.enable", lambda _: None)),
+    ("reward_model.model.path", _reward_model),
+    ("reward_model.model.input_tokenizer", same("conversations are rendered by the reward model's own template")),
+    ("reward_model.model.use_fused_kernels|use_shm|external_lib", no_effect("transformers computes the model")),
+    ("reward_model.model.fsdp_config.param_offload", no_effect("verl always offloads it; a replica has a copy")),
+    ("reward_model.model.fsdp_config.**", missing("each replica has a copy of the reward model")),
+    ("reward_model.model.trust_remote_code", same("", False)),
+    ("reward_model.strategy", same("a copy per replica", "fsdp", "fsdp2")),
+    ("reward_model.micro_batch_size*", missing("passes are bounded in tokens: rewards.0.max_batch_tokens")),
+    ("reward_model.max_length", same("rewards.0.max_length, the earliest tokens cut")),
+    ("reward_model.use_dynamic_bsz", same("passes are bounded in tokens: max_batch_tokens", True)),
+    ("reward_model.use_dynamic_bsz", missing("passes are bounded in tokens: rewards.0.max_batch_tokens")),
+    ("reward_model.forward_max_token_len_per_gpu", lambda key: Outcome("same", note="rewards.0.max_batch_tokens")
+     if get(key.tree, "reward_model.use_dynamic_bsz") else Outcome("no effect", note="use_dynamic_bsz is not set")),
+    ("reward_model.use_reward_loop|launch_reward_fn_async", same("responses are scored as they end")),
+    ("reward_model.num_workers", missing("rewards.0.num_replicas and max_concurrent")),
+    ("reward_model.enable_resource_pool|n_gpus_per_node|nnodes", missing("rewards.0.device_mapping: GPUs of its own")),
+    ("reward_model.rollout.dtype", same("rewards.0.model_args.dtype", "bfloat16")),
+    ("reward_model.rollout.**", missing("transformers computes the scores, vLLM does not: rewards.0.num_replicas")),
     ("reward_model.**", missing("see rewards in docs/rewards.md")),
     ("custom_reward_function.path|name", missing("rewards: [{name: score, kind: function, path: module:function}]")),
 )  # fmt: skip

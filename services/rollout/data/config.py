@@ -23,6 +23,10 @@ class DataConfig(Config):
     """Column of chat messages, for `sft`, `distill` and `rlvr`; without it, `prompt_key` (and `response_key`)."""
     prompt_key: str = "prompt"
     """Column of a user's text, or of messages."""
+    query_key: str | None = None
+    """Column of a text that follows the prompt's on a new line unless empty, for `sft` and `distill` (Alpaca's `input`)."""
+    system_key: str | None = None
+    """Column of a system message before the prompt unless empty, for `sft` and `distill`."""
     response_key: str = "response"
     """Column of the assistant's text, or of messages."""
     chosen_key: str = "chosen"

@@ -170,7 +170,8 @@ def _read_label(row: Row, key: str) -> bool:
 
 def message_keys(config: DataConfig) -> tuple[str, ...]:
     pairs = (config.chosen_key, config.rejected_key, config.completion_key)
-    return config.messages_key, config.prompt_key, config.response_key, *pairs
+    parts = [key for key in (config.query_key, config.system_key) if key is not None]
+    return config.messages_key, config.prompt_key, *parts, config.response_key, *pairs
 
 
 def check_columns(rows: DatasetRows, config: DataConfig, pipeline: str) -> None:
@@ -203,7 +204,7 @@ def read_conversation(row: Row, config: DataConfig, pipeline: str, index: int) -
     if GROUP_SIZES[pipeline] == 1:
         if row.get(config.messages_key) is not None:
             return _messages(row, config.messages_key), 0
-        prompt = _messages(row, config.prompt_key, "user")
+        prompt = _prompt(row, config)
         return [*prompt, *_messages(row, config.response_key, "assistant")], len(prompt)
     if row.get(config.chosen_key) is None and row.get(config.completion_key) is not None:
         prompt = _messages(row, config.prompt_key, "user")
@@ -214,6 +215,26 @@ def read_conversation(row: Row, config: DataConfig, pipeline: str, index: int) -
         return [*prompt, *_messages(row, key, "assistant")], len(prompt)
     chosen, rejected = _messages(row, config.chosen_key), _messages(row, config.rejected_key)
     return ((chosen, rejected)[index], common_length(chosen, rejected))
+
+
+def _prompt(row: Row, config: DataConfig) -> list[Message]:
+    """Return a conversation's messages before the response."""
+    prompt = _messages(row, config.prompt_key, "user")
+    if query := _text(row, config.query_key):
+        text = row[config.prompt_key]
+        if not isinstance(text, str):
+            raise ConversationError(f"{config.query_key}: it follows a text, but {config.prompt_key} has messages")
+        prompt = [{"role": "user", "content": f"{text}\n{query}"}]
+    system = _text(row, config.system_key)
+    return [{"role": "system", "content": system}, *prompt] if system else prompt
+
+
+def _text(row: Row, key: str | None) -> str:
+    """Return an optional column's text."""
+    value: Any = None if key is None else row.get(key)
+    if value is not None and not isinstance(value, str):
+        raise ConversationError(f"{key}: expected a text, got {type(value).__name__}")
+    return value or ""
 
 
 def _messages(row: Row, key: str, role: str | None = None) -> list[Message]:

@@ -46,11 +46,11 @@ def test_several_files_need_a_folder(tmp_path: Path):
 
 def test_the_user_names_the_command_of_a_file_that_does_not(tmp_path: Path):
     """As TRL's own example of `trl dpo`, whose file has a model and a dataset alone."""
-    (tmp_path / "dpo.yaml").write_text("model_name_or_path: org/model\ndataset_name: anthropic/hh-rlhf\n")
-    source, out = str(tmp_path / "dpo.yaml"), str(tmp_path / "out.yaml")
+    (tmp_path / "config.yaml").write_text("model_name_or_path: org/model\ndataset_name: anthropic/hh-rlhf\n")
+    source, out = str(tmp_path / "config.yaml"), str(tmp_path / "out.yaml")
     code, text = run("trl", source, "-o", out)
     assert code == 0, text
-    assert "read as a file of `trl sft`, which has no key of dpo or grpo; another command's: --command" in text
+    assert "read as a file of `trl sft`, which neither a key nor its name gives another command; " in text
     code, text = run("trl", source, "-o", out, "--force", "--command", "dpo")
     assert code == 0, text
     assert "pipeline: dpo" in Path(out).read_text()

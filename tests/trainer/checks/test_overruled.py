@@ -30,6 +30,13 @@ def paths(settings: dict[str, Any]) -> list[str]:
             {"topr_negative_weight": 0.5},
         ),
         ({"adv_estimator": "reinforce_plus_plus", "whiten_rewards": True}, "whiten_rewards", {"reward_clip": 0.5}),
+        ({"whiten_over": "tags"}, "whiten_over", {"whiten_advantages": True}),
+        ({"whiten_over": "tags"}, "whiten_over", {"whiten_rewards": True}),
+        (
+            {"whiten_over": "tags", "adv_estimator": "reinforce_plus_plus", "whiten_advantages": False},
+            "whiten_over",
+            {"whiten_advantages": None},
+        ),
         (
             {"adv_estimator": "reinforce_plus_plus"} | OVER_THE_BATCH,
             "reward_normalization.norm_std_type",

@@ -70,6 +70,10 @@ EFFECTS: dict[str, list[Change]] = {
         ({}, {"whiten_advantages": True}),
         ({"adv_estimator": "reinforce_plus_plus"}, {"whiten_advantages": False}),
     ],
+    "whiten_over": [
+        ({"adv_estimator": "reinforce", "whiten_advantages": True}, {"whiten_over": "tags"}),
+        ({"adv_estimator": "reinforce", "whiten_rewards": True}, {"whiten_over": "tags"}),
+    ],
     "advantage_clip": [({}, {"advantage_clip": 0.1})],
     "zero_variance": [({}, ALL)],
     "group_filter_cls": [({}, {"group_filter_cls": HERE})],

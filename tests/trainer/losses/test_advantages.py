@@ -163,6 +163,29 @@ def test_whitening_precedes_clip_and_keeps_returns():
     assert torch.equal(targets.returns, plain.returns)
 
 
+@given(shapes_of, st.sampled_from(["gae", "grpo", "reinforce"]))
+def test_whitening_over_tags_is_whitening_of_each_tags_groups_alone(shapes, estimator):
+    """ROLL computes advantages by domain."""
+    config = AlgorithmConfig(adv_estimator=estimator, whiten_advantages=True, whiten_over="tags")
+    groups = made(shapes)
+    alone = AlgorithmConfig(adv_estimator=estimator, whiten_advantages=True)
+    expected: dict[int, float] = {}
+    for tag in {each.tag for each in groups}:
+        expected |= prepared([each for each in groups if each.tag == tag], alone)
+    assert prepared(groups, config) == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+def test_rewards_are_divided_by_the_deviation_of_their_tag():
+    groups = [
+        group(number, *(trajectory(2 * number + i, [(1, 1, size * (i + 1))], base=10 * (2 * number + i), tag=f"tag{number}")
+                        for i in range(2)), tag=f"tag{number}")
+        for number, size in enumerate((1.0, 100.0))
+    ]  # fmt: skip
+    config = AlgorithmConfig(adv_estimator="reinforce", whiten_rewards=True, whiten_over="tags")
+    scaled = [value * 2**0.5 for value in (1.0, 2.0, 1.0, 2.0)]
+    assert [*prepared(groups, config).values()] == pytest.approx(scaled, rel=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["kl", "k2", "k3", "abs"])
 def test_kl_penalty_is_subtracted_per_token(kind: str):
     batch = pack([group(0, trajectory(0, [(1, 2, 0.0)]))])

@@ -133,6 +133,8 @@ def test_a_saved_configuration_is_read_again(tmp_path: Path):
             "data.margin_key",
             "has the column 'gap'; there is prompt, chosen, rej",
         ),
+        ("dpo", "data.query_key=input", "data.query_key", "no effect with pipeline: dpo"),
+        ("sft", "data.query_key=input", "data.query_key", "has the column 'input'; there is messages"),
         ("sft", "data.tools_key=functions", "data.tools_key", "has the column 'functions'; there is messages"),
     ],
 )

@@ -89,9 +89,116 @@ def test_fine_tuning_has_rolls_batch_and_columns():
     assert config.rollout_batch_size == 2 * 16  # 8 devices of one replica
     assert config.data is not None
     assert (config.data.prompt_key, config.data.response_key, config.data.shuffle) == ("instruction", "output", False)
-    report = by_key(list(imported.keys))["query_key"]
-    assert report.outcome.status == "no counterpart"
-    assert "append it to the prompt" in report.outcome.note
+    assert (config.data.query_key, config.data.system_key) == ("input", None)
+    reports = by_key(list(imported.keys))
+    assert reports["validation.data_args.template"].outcome.status == "no effect"
+    assert reports["system_envs.USE_MODELSCOPE"].outcome.status == "no effect"
+
+
+def write_changed(folder: Path, file: Path, changes: dict[str, Any]) -> Path:
+    """Write a file with other values, None removing a key; keys are dotted."""
+    source = yaml.safe_load(file.read_text())
+    for name, value in changes.items():
+        table = source
+        *parents, leaf = name.split(".")
+        for parent in parents:
+            table = table.setdefault(parent, {})
+        table.pop(leaf, None)
+        if value is not None:
+            table[leaf] = value
+    (folder / file.name).write_text(yaml.safe_dump(source, sort_keys=False))
+    return folder / file.name
+
+
+TRAIN, SFT_TRAIN = "actor_train.training_args", "sft_train.training_args"
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "key", "status", "expected"),
+    [
+        (DPO, {}, "actor_train.infer_batch_size", "value", 32),  # of 16 pairs
+        (DPO, {}, "reference.infer_batch_size", "value", 16),
+        (DPO, {"rollout_batch_size": 2048}, f"{TRAIN}.warmup_steps", "same", 20),  # a batch is an optimizer step
+        (DPO, {f"{TRAIN}.warmup_steps": None, f"{TRAIN}.warmup_ratio": 0.1}, f"{TRAIN}.warmup_ratio", "value", 7),
+        (SFT, {f"{SFT_TRAIN}.warmup_ratio": 0.1, "max_steps": 50}, f"{SFT_TRAIN}.warmup_ratio", "no counterpart", None),
+        (SFT, {"is_offload_states": True}, "is_offload_states", "no effect", None),
+        (DPO, {"is_offload_states": True}, "is_offload_states", "no counterpart", None),
+        (SFT, {"sequence_length": None, "prompt_length": 64, "response_length": 32}, "prompt_length", "value", 96),
+        (SFT, {"prompt_length": 64}, "prompt_length", "no effect", None),
+        (
+            SFT,
+            {
+                "sft_train.strategy_args.strategy_name": "fsdp2_train",
+                f"{SFT_TRAIN}.lr_scheduler_type": "constant",
+                f"{SFT_TRAIN}.warmup_steps": 5,
+            },
+            f"{SFT_TRAIN}.warmup_steps",
+            "no effect",
+            None,
+        ),
+        (SFT, {f"{SFT_TRAIN}.lr_scheduler_type": "constant", f"{SFT_TRAIN}.warmup_steps": 5}, f"{SFT_TRAIN}.warmup_steps",
+         "renamed", 5),
+        (SFT, {"query_key": None}, "query_key", None, None),
+        (SFT, {"system_key": "system_prompt"}, "system_key", "renamed", "system_prompt"),
+    ],
+)  # fmt: skip
+def test_what_becomes_of_a_key_of_rows(
+    file: Path, changes: dict[str, Any], key: str, status: str | None, expected: object, tmp_path: Path
+):
+    reports = by_key(translate_roll(write_changed(tmp_path, file, changes))[1])
+    found = reports[key].outcome if key in reports else None
+    assert (found and found.status, found and found.value) == (status, expected)
+
+
+def test_a_schedule_of_preferences_that_ends_early_in_roll_is_reported(tmp_path: Path):
+    """ROLL divides `max_steps` by the replicas, which its dpo pipeline has not multiplied by them."""
+    key = f"{TRAIN}.lr_scheduler_type"
+    file = write_changed(tmp_path, DPO, {key: "linear"})
+    assert "8th" in by_key(translate_roll(file)[1])[key].outcome.note
+    assert not by_key(translate_roll(DPO)[1])[key].outcome.note  # constant
+
+
+@pytest.mark.parametrize(("file", "role", "expected"), [(DPO, TRAIN, 2 * 8 * 8), (SFT, SFT_TRAIN, 8 * 16)])
+def test_a_batch_that_is_left_out_is_rolls(file: Path, role: str, expected: int, tmp_path: Path):
+    """8 rows per device."""
+    tree, _, _ = translate_roll(write_changed(tmp_path, file, {f"{role}.per_device_train_batch_size": None}))
+    assert tree["rollout_batch_size"] == expected
+
+
+@pytest.mark.parametrize(
+    ("engine", "decay", "expected"),
+    [("fsdp2_train", 0.01, True), ("fsdp2_train", 0, None), ("megatron_train", 0.01, None)],
+)
+def test_fsdp2_of_roll_decays_all_weights(engine: str, decay: float, expected: object, tmp_path: Path):
+    changes = {"actor_train.strategy_args.strategy_name": engine, f"{TRAIN}.weight_decay": decay}
+    tree, _, _ = translate_roll(write_changed(tmp_path, DPO, changes))
+    assert tree["actor_train"]["training_args"].get("decay_all_weights") is expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "whitening", "normalization"),
+    [
+        ({"whiten_advantages": True}, "tags", None),
+        ({"whiten_advantages": False}, None, None),
+        (
+            {"whiten_advantages": False, "norm_mean_type": "batch", "norm_std_type": "batch"},
+            None,
+            {"norm_mean_type": "group", "norm_std_type": "group", "grouping": "tags"},
+        ),
+        (
+            {"whiten_advantages": False, "norm_mean_type": "group", "norm_std_type": "batch"},
+            None,
+            {"norm_mean_type": "group", "norm_std_type": "batch"},
+        ),
+    ],
+)
+def test_rewards_and_advantages_are_compared_within_a_domain(
+    changes: dict[str, Any], whitening: str | None, normalization: object, tmp_path: Path
+):
+    """ROLL computes them by domain."""
+    tree, _, _ = translate_roll(write_changed(tmp_path, RLVR, {"adv_estimator": "reinforce"} | changes))
+    assert tree.get("whiten_over") == whitening
+    assert tree.get("reward_normalization") == normalization
 
 
 def test_domains_become_tags_with_a_reward():

@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
-from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.importing.report import KeyReport
 from offbeat.deploy.config.importing.trl import import_trl, translate_trl
+from offbeat.deploy.config.importing.trl_commands import NAME, find_command
 from offbeat.deploy.config.loader import validate_tree
 
 SFT = """
@@ -227,7 +228,7 @@ def test_optimizer_steps_per_generation_and_the_warm_up_are_counted(tmp_path: Pa
 @pytest.mark.parametrize(
     ("text", "command", "pipeline", "remark"),
     [
-        ("{model_name_or_path: org/model, dataset_name: a.jsonl}", None, "sft", "no key of dpo or grpo"),
+        ("{model_name_or_path: org/model, dataset_name: a.jsonl}", None, "sft", "neither a key nor its name"),
         ("{model_name_or_path: org/model, dataset_name: a.jsonl}", "dpo", "dpo", None),
         ("{beta: 0.1, max_length: 512, max_completion_length: 256}", None, "dpo", "by its key beta"),
         ("{loss_type: [sigmoid], max_prompt_length: 256}", None, "dpo", "by its key loss_type"),
@@ -243,19 +244,70 @@ def test_the_command_is_that_of_the_keys_or_the_users(
     assert any((remark or "") in each for each in imported.remarks) == (remark is not None)
 
 
+PLAIN = "{model_name_or_path: org/model, dataset_name: a.jsonl}"
+SAMPLED = "{num_generations: 4, max_completion_length: 64}"
+
+
 @pytest.mark.parametrize(
-    ("key", "expected"),
+    ("name", "text", "command", "remark"),
     [
-        ("normalize_advantages", "trl rloo"),
-        ("desirable_weight", "trl kto"),
-        ("center_rewards_coefficient", "trl reward"),
+        ("kto.yaml", PLAIN, "kto", "`trl kto`, by its name"),
+        ("my-rloo_run.yaml", SAMPLED, "rloo", "`trl rloo`, by its name"),
+        ("run.yaml", SAMPLED, "grpo", "by its key num_generations, which `trl rloo` has, too"),
+        ("dpo.yaml", PLAIN, "dpo", "`trl dpo`, by its name"),
+        ("kto.yaml", "{beta: 0.2}", "kto", "by its name"),
+        ("kto.yaml", "{loss_type: ipo}", "dpo", "by its key loss_type"),  # no name says otherwise
+        ("kto.yaml", SAMPLED, "grpo", "by its key num_generations"),
+        ("sft_or_dpo.yaml", PLAIN, "sft", "neither"),
+        ("run.yaml", "{normalize_advantages: true}", "rloo", "by its key normalize_advantages"),
+        ("run.yaml", "{desirable_weight: 1.5}", "kto", "by its key desirable_weight"),
+        ("run.yaml", "{loss_type: kto}", "kto", "by its key loss_type"),
+        ("run.yaml", "{center_rewards_coefficient: 0.1}", "reward", "by its key center_rewards_coefficient"),
     ],
 )
-def test_a_file_of_another_command_is_refused(key: str, expected: str, tmp_path: Path):
-    """Its keys would be read with GRPO's or DPO's meaning."""
-    text = f"{{num_generations: 4, {key}: 1.0}}"
-    with pytest.raises(ConfigError, match=expected):
-        translate_trl(write(tmp_path, "config.yaml", text))
+def test_the_command_is_told_by_keys_or_by_the_files_name(
+    name: str, text: str, command: str, remark: str, tmp_path: Path
+):
+    path = write(tmp_path, name, text)
+    assert find_command({**yaml.safe_load(text), NAME: path.stem}).name == command
+    assert any(remark in each for each in translate_trl(path)[2])
+
+
+def test_rloo_has_ratios_of_responses_and_a_kl_in_the_reward(tmp_path: Path):
+    imported = import_trl(write(tmp_path, "rloo.yaml", "{model_name_or_path: org/model, dataset_name: a.jsonl}"))
+    config = validate_tree(imported.tree | {"rewards": [{"name": "x", "kind": "math_rule"}]})
+    assert (config.pipeline, config.adv_estimator, config.train_env_manager.group_size) == ("rlvr", "rloo", 2)
+    assert (config.ratio_type, config.loss_agg_mode) == ("sequence-product", "seq-mean-token-mean")
+    assert (config.init_kl_coef, config.zero_variance) == (0.05, "train")
+    assert any("less beta times their KL" in remark for remark in imported.remarks)
+    text = "{beta: 0.0, normalize_advantages: true, reward_clip_range: [-1, 1], use_vllm: true}"
+    tree, reports, remarks = translate_trl(write(tmp_path, "rloo.yaml", text))
+    assert (tree.get("init_kl_coef"), tree.get("zero_variance"), tree["whiten_advantages"]) == (None, None, True)
+    assert "train_infer_correction" not in tree, "TRL's RLOO corrects nothing"
+    assert statuses(reports)["reward_clip_range"] == "no counterpart"
+    assert not any("times their KL" in remark for remark in remarks)
+
+
+def test_kto_has_rows_of_one_response_in_the_files_order(tmp_path: Path):
+    text = "{per_device_train_batch_size: 4, desirable_weight: 1.5, beta: 0.2}"
+    tree, reports, _ = translate_trl(write(tmp_path, "kto.yaml", text))
+    assert (tree["pipeline"], tree["dpo"]) == ("dpo", {"loss_type": "kto", "desirable_weight": 1.5, "beta": 0.2})
+    assert (tree["rollout_batch_size"], tree["data"]["shuffle"]) == (8, False)
+    assert "no counterpart" not in statuses(reports).values()
+    shuffled = translate_trl(write(tmp_path, "kto.yaml", "{train_sampling_strategy: random}"))[0]
+    assert shuffled["data"]["shuffle"] is True
+    unpaired = translate_trl(write(tmp_path, "kto.yaml", "{loss_type: apo_zero_unpaired}"))
+    assert (unpaired[0]["dpo"]["loss_type"], statuses(unpaired[1])["loss_type"]) == ("kto", "no counterpart")
+
+
+def test_a_reward_models_rows_are_not_cut(tmp_path: Path):
+    text = "{model_name_or_path: org/model, dataset_name: a.jsonl, center_rewards_coefficient: 0.01}"
+    imported = import_trl(write(tmp_path, "run.yaml", text))
+    config = validate_tree(imported.tree)
+    assert (config.pipeline, config.rollout_batch_size, config.center_rewards_coefficient) == ("reward_model", 16, 0.01)
+    assert config.actor_train.training_args.learning_rate == 1e-4
+    assert config.data is not None
+    assert config.data.too_long == "drop"
 
 
 def test_the_loss_of_fine_tuning_is_said_to_be_on_other_tokens(tmp_path: Path):

@@ -118,6 +118,13 @@ def test_a_script_without_keys_has_verls_defaults(tmp_path: Path):
 
 ACTOR, POLICY = "actor_rollout_ref.actor", "actor_rollout_ref.actor.policy_loss.loss_mode"
 CORRECTION = "algorithm.rollout_correction"
+REWARD = {
+    "name": "reward-model",
+    "kind": "reward_model",
+    "includes_thoughts": True,
+    "model_args": {"model_name_or_path": "/m", "dtype": "bfloat16"},
+}
+"""verl's reward model reads the whole response, in bfloat16."""
 OVERLONG = "+reward_model.reward_kwargs.overlong_buffer_cfg"
 
 
@@ -220,11 +227,21 @@ OVERLONG = "+reward_model.reward_kwargs.overlong_buffer_cfg"
         ((f"{OVERLONG}.enable=False", f"{OVERLONG}.len=512"), {"reward_shaping": None}),
         (
             ("reward_model.enable=True", "reward_model.model.path=/m"),
-            {
-                "rewards": [
-                    {"name": "reward-model", "kind": "reward_model", "model_args": {"model_name_or_path": "/m"}}
-                ]
-            },
+            {"rewards": [REWARD]},
+        ),
+        (
+            (
+                "reward_model.enable=True",
+                "reward_model.model.path=/m",
+                "reward_model.max_length=512",
+                "reward_model.use_dynamic_bsz=True",
+                "reward_model.forward_max_token_len_per_gpu=8192",
+            ),
+            {"rewards": [REWARD | {"max_length": 512, "max_batch_tokens": 8192}]},
+        ),
+        (
+            ("reward_model.enable=False", "reward_model.model.path=/m", "reward_model.max_length=512"),
+            {"rewards": None},
         ),
         (("critic.optim.lr=1e-4",), {"critic": None}),  # grpo has no critic
         (

@@ -34,6 +34,8 @@ def renamed(pipeline: str, row: dict[str, Any], key: str, other: Any) -> Case:
 OF_ROWS: dict[str, Case] = {
     "messages_key": renamed("sft", CONVERSATION, "messages_key", [SAY, OTHER]),
     "prompt_key": renamed("sft", {"prompt": "go", "response": "Up"}, "prompt_key", "Left"),
+    "query_key": renamed("sft", {"prompt": "go", "response": "Up"}, "query_key", "Left"),
+    "system_key": renamed("sft", {"prompt": "go", "response": "Up"}, "system_key", "Left"),
     "response_key": renamed("sft", {"prompt": "go", "response": "Up"}, "response_key", "Left"),
     "chosen_key": renamed("dpo", PAIR, "chosen_key", "go"),
     "rejected_key": renamed("dpo", PAIR, "rejected_key", "go"),

@@ -48,6 +48,26 @@ def test_messages_and_columns_of_texts_give_the_same_tokens(policy: Path):
     assert encode_trajectory(decode_trajectory(encode_trajectory(one))) == encode_trajectory(one)
 
 
+def test_a_query_follows_the_prompt_and_a_system_message_precedes_it(policy: Path):
+    """As Alpaca's rows: `instruction`, an `input` that may be empty, `output`."""
+    keys = {"query_key": "input", "system_key": "about"}
+    messages = [{"role": "system", "content": "now"}, {"role": "user", "content": "go\nwhere"}, ANSWER]
+    said = source(policy, [{"messages": messages}]).trajectory(0, 0, 0)
+    row = {"prompt": "go", "input": "where", "about": "now", "response": ANSWER["content"]}
+    asked = source(policy, [row], **keys).trajectory(0, 0, 0)
+    assert asked.segments[0].tokens.tolist() == said.segments[0].tokens.tolist()
+    assert learned(asked) == learned(said)
+    plain = source(policy, [{"prompt": "go", "response": ANSWER["content"]}]).trajectory(0, 0, 0)
+    empty = source(policy, [row | {"input": "", "about": None}], **keys).trajectory(0, 0, 0)
+    assert empty.segments[0].tokens.tolist() == plain.segments[0].tokens.tolist()
+    for changes, problem in (
+        ({"input": 3}, "input: expected a text, got int"),
+        ({"prompt": [SAY]}, "it follows a text"),
+    ):
+        with pytest.raises(EpisodeError, match=problem):
+            source(policy, [row | changes], **keys).trajectory(0, 0, 0)
+
+
 def test_the_last_answer_alone_is_learned_on_request(policy: Path):
     messages = [SAY, ANSWER, SAY, {"role": "assistant", "content": "Up"}]
     every = source(policy, [{"messages": messages}]).trajectory(0, 0, 0)
