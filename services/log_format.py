@@ -1,4 +1,7 @@
-"""Log lines as text, or as JSON (`OFFBEAT_LOG_FORMAT=json`) with their run, group, step and version."""
+"""Log lines as text, or as JSON (`OFFBEAT_LOG_FORMAT=json`) with their run, group, step and version.
+
+Lines of a process that serves several runs name the run in either form.
+"""
 
 import json
 import logging
@@ -34,7 +37,17 @@ def log_fields_setter(*, is_shared: bool) -> Callable[..., None]:
 
 def make_formatter(service: str) -> logging.Formatter:
     is_json = os.environ.get(LOG_FORMAT_VARIABLE, "").lower() == JSON_FORMAT
-    return JsonFormatter(service) if is_json else logging.Formatter(TEXT_FORMAT)
+    return JsonFormatter(service) if is_json else TextFormatter(TEXT_FORMAT)
+
+
+class TextFormatter(logging.Formatter):
+    """Text, which begins with the task's run unless the message names it."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - of the base class
+        run = _task_fields.get().get("run")
+        if run is not None and f"run {run}" not in record.message:
+            record.message = f"run {run}: {record.message}"
+        return super().formatMessage(record)
 
 
 class JsonFormatter(logging.Formatter):

@@ -71,7 +71,8 @@ def find_mismatches(config: RunConfig, architecture: Mapping[str, JsonValue], of
         yield f"takes weights by {offer.transport}, the run sends them by {config.weights.transport} (weights.transport)"
     offered_rank, requested_rank = offer.config.engine.max_lora_rank, config.actor_infer.engine.max_lora_rank
     if (offered_rank is None) != (requested_rank is None) or (offered_rank or 0) < (requested_rank or 0):
-        yield f"its max_lora_rank is {offered_rank}, the run's is {requested_rank}: {_advise_rank(offered_rank)}"
+        advice = _advise_rank(offered_rank, requested_rank)
+        yield f"its max_lora_rank is {offered_rank}, the run's is {requested_rank}: {advice}"
     if config.actor_infer.on_weight_update != offer.config.on_weight_update:
         yield f"its on_weight_update is {offer.config.on_weight_update}"
 
@@ -88,9 +89,11 @@ def is_equivalent(requested: GenerationConfig, offer: EngineOffer) -> bool:
     return sides[0] == sides[1]
 
 
-def _advise_rank(offered: int | None) -> str:
+def _advise_rank(offered: int | None, requested: int | None) -> str:
     if offered is None:
         return "its engines take whole weights alone; leave max_lora_rank out"
+    if requested is not None:
+        return f"take up to {offered} for max_lora_rank and actor_train.model_args.lora_rank, or another application"
     return f"its engines take adapters alone; set actor_train.model_args.lora_target, and both ranks up to {offered}"
 
 

@@ -51,7 +51,7 @@ class SharedGeneration:
             return Observation(Health.STARTING, f"application {self._app} can't be deployed: {observation.detail}", log)
         if refusal := await asyncio.to_thread(self._find_refusal):
             return Observation(Health.BROKEN, f"application {self._app} refuses the run's weights: {refusal}", log)
-        detail = observation.detail or self._describe(runs)
+        detail = self._describe(runs) + (f": {observation.detail}" if observation.detail else "")
         return Observation(observation.health, detail, log)
 
     def _describe(self, runs: Sequence[str]) -> str:

@@ -72,6 +72,8 @@ class GenerationDeployment:
             tenancy = await self._tenants.admit(s.tenant)
             if self._turns is not None:
                 self._taking_turns = asyncio.create_task(self._turns.take(tenancy.replica))
+        else:
+            await self._tenants.begin(self._redis)
         freeze_started()
         self._following = None if s.tenant else asyncio.create_task(self._tenants.follow(self._redis))
 

@@ -33,6 +33,8 @@ class _Stay:
 
     tenant: Tenant
     has_left: asyncio.Event = field(default_factory=asyncio.Event)
+    has_begun: asyncio.Event = field(default_factory=asyncio.Event)
+    """Also set if it failed to."""
     tenancy: Tenancy | None = None
     task: asyncio.Task[None] | None = None
 
@@ -57,15 +59,16 @@ class Tenants:
         stay.tenancy = await self._begin(tenant)
         return stay.tenancy
 
+    async def begin(self, redis: Redis) -> None:
+        """Begin the runs that claim the application; return once each has the newest weights, or has failed."""
+        await self._read_claims(redis)
+        for stay in list(self._stays.values()):
+            await stay.has_begun.wait()
+
     async def follow(self, redis: Redis) -> None:
         """Serve the runs that claim the application, until cancelled; raises an ended run's error."""
         while True:
-            try:
-                claimed = await find_tenants(redis, self._app)
-            except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
-                logger.warning("runs unchanged: %s", complaint(error))
-            else:
-                self._change(claimed)
+            await self._read_claims(redis)
             leaving = [stay.task for stay in self._stays.values() if stay.task and stay.has_left.is_set()]
             if leaving:
                 await asyncio.wait(leaving, timeout=CHECK_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
@@ -102,6 +105,14 @@ class Tenants:
             if stay.tenancy is not None:
                 await stay.tenancy.check()
 
+    async def _read_claims(self, redis: Redis) -> None:
+        try:
+            claimed = await find_tenants(redis, self._app)
+        except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
+            logger.warning("runs unchanged: %s", complaint(error))
+        else:
+            self._change(claimed)
+
     def _serving(self, run_id: str) -> Tenancy | None:
         if run_id:
             return self._stays[run_id].tenancy if run_id in self._stays else None
@@ -125,7 +136,10 @@ class Tenants:
                 stay.task = asyncio.create_task(self._serve(stay), name=f"run {run_id}")
 
     async def _serve(self, stay: _Stay) -> None:
-        tenancy = await self._begin(stay.tenant)
+        try:
+            tenancy = await self._begin(stay.tenant)
+        finally:
+            stay.has_begun.set()
         async with self._changed:
             stay.tenancy = tenancy
             self._changed.notify_all()

@@ -1,10 +1,15 @@
 """Each view shows a run's folder in a real Chromium, at any size and in both colour schemes; what agents wrote is text."""
 
+import json
 import re
+from dataclasses import asdict
 from typing import Any
 
 import pytest
+from redis import Redis
 
+from offbeat.services.control.interfaces import Health, Observation
+from offbeat.services.keys import RunKeys
 from tests.browser.conftest import HOSTILE, find_violations
 
 pytestmark = pytest.mark.slow
@@ -156,6 +161,23 @@ def test_the_skip_link_leads_to_the_view_that_is_open(folder_url: str, page: Any
     assert page.evaluate("document.activeElement.id") == "main"
     assert page.url.endswith("#/groups/lake")
     assert page.locator("tbody tr").count() == 10
+
+
+def test_the_mesh_names_an_application_of_several_runs_within_its_box(
+    control_url: str, redis_url: str, page: Any
+) -> None:
+    app = "generation-of-many-laboratories"
+    seen = Observation(Health.STARTING, f"application {app}, with pond: a replica is being replaced")
+    with Redis.from_url(redis_url) as redis:
+        redis.hset(RunKeys("lake").key("components"), "generation", json.dumps(asdict(seen)))
+    page.goto(f"{control_url}/ui/#/mesh/lake")
+    box = page.locator("svg.mesh g", has_text="with pond")
+    box.wait_for()
+    *lines, last = box.locator("text").all_text_contents()
+    assert lines == ["generation", "starting", f"generation-of-many-labora\u2026{app}"], "cut, with the whole as title"
+    assert last == "with pond"
+    overflow = "texts => texts.some(each => each.getBBox().x + each.getBBox().width > 190)"
+    assert not box.locator("text").evaluate_all(overflow)
 
 
 def test_the_lag_of_a_step_leads_to_its_groups(folder_url: str, page: Any) -> None:

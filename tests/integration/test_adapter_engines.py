@@ -240,6 +240,11 @@ async def test_a_run_with_another_base_waits_until_the_others_have_left(
     await one.load(tmp_path / "a", 0)
     with pytest.raises(WeightsRefusedError, match=r"not that of the 1 run"):
         await two.load(tmp_path / "b", 0)
+    await shared.release("one")
+    await shared.release("two")
+    one, two = shared.salted("one"), shared.salted("two")
+    both = await asyncio.gather(one.load(tmp_path / "a", 0), two.load(tmp_path / "b", 0), return_exceptions=True)
+    assert isinstance(both[1], WeightsRefusedError), both
     with pytest.raises(WeightsRefusedError, match="no run's whole weights"):
         await two.load(tmp_path / "b" / "model.safetensors", 0)
     request, completion = await ask(one, 0, max_new_tokens=4)

@@ -1,5 +1,6 @@
 """Two runs with adapters on one generation application, started over REST: real engine, learners and env workers."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tests.waiting import wait_until_sync
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
 
 APP = "generation-shared"
+ENGINE = "ServeReplica:generation"
 ENVS = '''
 import time
 from pathlib import Path
@@ -98,7 +100,7 @@ def cluster(tmp_path: Path) -> Iterator[RayCluster]:
     cluster.end()
 
 
-def deploy(cluster: RayCluster) -> None:
+def deploy(cluster: RayCluster, num_replicas: int = 1) -> None:
     tree = yaml.safe_load((ROOT / "deploy" / "deploy.yaml").read_text())
     redis = next(app["args"] for app in tree["applications"] if app["name"] == "redis")
     engines = {
@@ -112,11 +114,13 @@ def deploy(cluster: RayCluster) -> None:
             "run": "shared.yaml",
             "config": {"actor_infer": {"max_loras": 2}},
         },
+        "deployments": [{"name": "generation", "num_replicas": num_replicas}],
     }
     tree["applications"] = [*(app for app in tree["applications"] if app["name"] in ("redis", "control")), engines]
     source = cluster.folder / "source.yaml"
     source.write_text(yaml.safe_dump(tree))
     cluster.deploy(source)
+    wait_until_sync(lambda: len(cluster.living(ENGINE)) == num_replicas, timeout_s=300, every_s=1.0)
     wait_until_sync(lambda: set(cluster.status().values()) == {"RUNNING"}, timeout_s=300, every_s=1.0)
 
 
@@ -144,8 +148,10 @@ def generation_of(cluster: RayCluster, run_id: str) -> str:
 
 
 def test_two_runs_share_an_application_and_record_their_own_versions_logprobs(cluster: RayCluster) -> None:
-    """What does not fit is refused; the replica is killed, one run is stopped and resumed, and the other one goes on."""
-    cluster.start(num_cpus=3)
+    """What does not fit is refused; the replica is killed, another one is added, one run is stopped and resumed, and the
+    other one goes on.
+    """
+    cluster.start(num_cpus=4)
     deploy(cluster)
     assert post(cluster, document("one", app="null")) == (201, "")
     assert post(cluster, document("two", rank=2, target="'q_proj,v_proj'")) == (201, "")
@@ -158,7 +164,8 @@ def test_two_runs_share_an_application_and_record_their_own_versions_logprobs(cl
     for text, status, reason in (
         (document("three"), 409, "has 2 adapter slots, all in use by run 'one'"),
         (document("three", seed=2), 409, "whose adapters are on another base"),
-        (document("three", max_rank=8, rank=8), 422, "its max_lora_rank is 4, the run's is 8: "),
+        (document("three", max_rank=8, rank=8), 422, "its max_lora_rank is 4, the run's is 8: take up to 4"),
+        (document("three", target="'q_proj,head'"), 422, "the model has no layer head: take of down_proj, "),
         (full, 422, "its engines take adapters alone; set actor_train.model_args.lora_target"),
     ):
         answer = post(cluster, text)
@@ -172,10 +179,15 @@ def test_two_runs_share_an_application_and_record_their_own_versions_logprobs(cl
     assert [generation_of(cluster, name) for name in STEPS] == [
         f"application {APP}, with {name}" for name in ("two", "one")
     ]
-    (engine,) = cluster.living("ServeReplica:generation")
+    (engine,) = cluster.living(ENGINE)
     engine.kill()
     reached = {name: step(cluster, name) for name in ("one", "two")}
     wait_for_steps(cluster, **{name: each + 4 for name, each in reached.items()})
+    logs = set((cluster.folder / "runs" / APP / "logs").iterdir())
+    deploy(cluster, num_replicas=2)
+    (added,) = {*(cluster.folder / "runs" / APP / "logs").iterdir()} - logs
+    assert set(re.findall(r"serves run (\w+)", added.read_text())) == {"one", "two"}, "before Serve calls it ready"
+    wait_for_steps(cluster, **{name: step(cluster, name) + 2 for name in STEPS})
 
     assert cluster.api.post("/runs/one/stop").status_code == httpx.codes.ACCEPTED
     wait_until_sync(lambda: cluster.run("one").get("state") == "stopped", timeout_s=120, every_s=0.5)

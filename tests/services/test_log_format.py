@@ -92,3 +92,24 @@ def test_without_the_variable_lines_are_text(folder: Path, monkeypatch: pytest.M
     configure_logging("worker", folder)
     logger.info("plain")
     assert (folder / "worker.log").read_text().endswith(" INFO    offbeat.test: plain\n")
+
+
+async def test_text_of_a_task_names_its_run_once(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(LOG_FORMAT_VARIABLE)
+    configure_logging("worker", folder)
+
+    async def serve(run: str) -> None:
+        set_task_log_fields(run=run)
+        logger.info("serves version 3")
+        logger.info("serves run %s", run)
+
+    await asyncio.gather(asyncio.create_task(serve("lake")), asyncio.create_task(serve("pond")))
+    logger.info("ready")
+    said = [line.partition("offbeat.test: ")[2] for line in (folder / "worker.log").read_text().splitlines()]
+    assert said == [
+        "run lake: serves version 3",
+        "serves run lake",
+        "run pond: serves version 3",
+        "serves run pond",
+        "ready",
+    ]

@@ -1,13 +1,21 @@
-"""Checks of published LoRA adapters."""
+"""Checks of LoRA adapters, and of their publication."""
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 from offbeat.deploy.config.run import RunConfig
 from offbeat.trainer.config.issue import ConfigIssue
 
 KEY = "actor_infer.strategy_args.strategy_config.max_lora_rank"
 SLOTS_KEY = "actor_infer.strategy_args.strategy_config.max_loras"
+TARGET_KEY = "actor_train.model_args.lora_target"
 VOCABULARY_LAYERS = ("lm_head", "embed_tokens")
+TINY_LAYERS = (
+    *(f"self_attn.{name}_proj" for name in ("q", "k", "v", "o")),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+)
+"""Linear layers of each of the tiny policy's."""
 
 
 def check_shared_engine(config: RunConfig) -> Iterator[ConfigIssue]:
@@ -34,6 +42,41 @@ def check_shared_engine(config: RunConfig) -> Iterator[ConfigIssue]:
         )
 
 
+def check_targets(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield targets of adapters that name no layer; PEFT ignores them beside others that do."""
+    targets = config.actor_train.model_args.lora_targets
+    if config.actor_train.model_args.lora_target is None or isinstance(targets, str):
+        return
+    layers = _linear_layers(config)
+    unknown = [
+        target
+        for target in targets
+        if target not in VOCABULARY_LAYERS and not any(f".{layer}".endswith(f".{target}") for layer in layers)
+    ]
+    if layers and unknown:
+        known = ", ".join(sorted({layer.rsplit(".", 1)[-1] for layer in layers} - set(VOCABULARY_LAYERS)))
+        yield ConfigIssue(TARGET_KEY, f"the model has no layer {', '.join(unknown)}: take of {known}, or all-linear")
+
+
+def _linear_layers(config: RunConfig) -> list[str]:
+    """Return names of layers with matrices; none if the files do not tell them, as those of experts, which are merged."""
+    if config.pretrain == "tiny":
+        numbers = range(0 if config.tiny.vision is not None else config.tiny.num_hidden_layers)
+        return [f"model.layers.{number}.{name}" for number in numbers for name in TINY_LAYERS]
+    try:
+        names = [name for file in Path(config.pretrain).glob("*.safetensors") for name in _matrix_names(file)]
+    except (OSError, ValueError):
+        return []  # an unreadable model has its own error
+    return [] if any(".experts." in name for name in names) else [name.removesuffix(".weight") for name in names]
+
+
+def _matrix_names(file: Path) -> list[str]:
+    with file.open("rb") as opened:
+        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    entries = ((name, entry) for name, entry in header.items() if name != "__metadata__")
+    return [name for name, entry in entries if name.endswith(".weight") and len(entry["shape"]) == 2]
+
+
 def check_lora(config: RunConfig) -> Iterator[ConfigIssue]:
     yield from check_shared_engine(config)
     max_rank, args = config.actor_infer.engine.max_lora_rank, config.actor_train.model_args
@@ -57,7 +100,7 @@ def check_lora(config: RunConfig) -> Iterator[ConfigIssue]:
         )
     if layers := [part for part in VOCABULARY_LAYERS if part in args.lora_targets]:
         yield ConfigIssue(
-            "actor_train.model_args.lora_target",
+            TARGET_KEY,
             f"engines can't serve adapters of {', '.join(layers)}: leave it out, or unset {KEY}",
         )
     if config.weights.transport not in ("shm", "fs"):

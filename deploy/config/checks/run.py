@@ -13,7 +13,7 @@ from offbeat.deploy.config.checks.data import check_data, check_online, check_ro
 from offbeat.deploy.config.checks.devices import check_devices
 from offbeat.deploy.config.checks.episodes import check_episodes
 from offbeat.deploy.config.checks.hf_infer import check_hf_infer
-from offbeat.deploy.config.checks.lora import check_lora
+from offbeat.deploy.config.checks.lora import check_lora, check_targets
 from offbeat.deploy.config.checks.megatron import check_megatron
 from offbeat.deploy.config.checks.model import (
     check_engine_arguments,
@@ -118,6 +118,7 @@ def _check_static(
         *_check_architecture(config, on_step),
         *check_sampling(config),
         *check_lora(config),
+        *([] if started else check_targets(config)),
         *_check_paths_and_addresses(config),
         *_check_tracing(config),
         *_check_unused(config, started=started or bool(config.resume_from_checkpoint)),

@@ -1,7 +1,7 @@
 """vLLM for several runs at once, each with an adapter of its own on one base.
 
-Invariants: the base is loaded from the first run's file and replaced only while no other run has an adapter; a run whose
-base differs is refused; whole weights of a run are never loaded.
+Invariants: the base is loaded from the first run's file and replaced only while no other run has an adapter or loads one; a
+run whose base differs is refused; whole weights of a run are never loaded.
 """
 
 # pyright: basic
@@ -31,6 +31,8 @@ class RunEngine:
         self._idle = asyncio.Event()
         self._idle.set()
         self.has_adapter = False
+        self.is_on_base = False
+        """Whether it has an adapter, or loads one, for the engine's base."""
 
     async def generate(self, request: GenerateRequest, version: int) -> Completion:
         """Sample by the run's adapter, whose versions the engine knows."""
@@ -58,6 +60,7 @@ class RunEngine:
         try:
             times = await self._shared.adapters.put_adapter(self._name, path, version)
         except WeightsError as error:
+            self.is_on_base = self.has_adapter
             raise WeightsRefusedError(str(error)) from error
         self.has_adapter = True
         return times
@@ -129,15 +132,16 @@ class VllmSharedEngine:
         """Load the base of a run's adapter, unless it is there; raises WeightsRefusedError if others have another one."""
         async with self._taking_base:
             if digest == self._base:
+                run.is_on_base = True
                 return
-            num_others = sum(each.has_adapter for each in self._runs.values() if each is not run)
+            num_others = sum(each.is_on_base for each in self._runs.values() if each is not run)
             if num_others:
                 raise WeightsRefusedError(
                     f"its base model is not that of the {num_others} run(s) which this engine serves: the weights differ"
                 )
             self._base = ""
             await self.adapters.load(path, 0)
-            self._base = digest
+            self._base, run.is_on_base = digest, True
 
     async def check(self) -> None:
         await self.adapters.check()

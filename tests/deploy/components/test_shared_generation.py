@@ -70,6 +70,8 @@ async def test_runs_share_an_application_and_each_releases_its_own_slot(redis: R
     await runs["two"].ensure()
     await runs["two"].ensure()
     assert (await runs["one"].observe()).detail == "application engines, with two"
+    replaced = generation(redis, "one", engines=ApplicationStatus.UNHEALTHY)
+    assert (await replaced.observe()).detail == "application engines, with two: a replica is being replaced"
     for run_id, reason in (("three", "has 2 adapter slots"), ("other", "another base")):
         with pytest.raises(ControlError, match=reason):
             await runs[run_id].ensure()

@@ -12,7 +12,7 @@ from offbeat.services.generation.tenants import Tenants
 from offbeat.services.keys import RunKeys, claims_key
 from tests.services.generation.generation_fakes import FakeEngine
 from tests.services.generation.test_tenancy import record
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 
 class Engine(FakeEngine):
@@ -34,6 +34,16 @@ class Engine(FakeEngine):
         self.released.append(salt)
 
 
+class FailingEngine(Engine):
+    def salted(self, salt: str) -> FakeEngine:
+        raise ValueError(f"no engine for {salt}")
+
+
+def strategy_of(max_runs: int) -> GenerationConfig:
+    strategy = EngineStrategy(strategy_config=VllmConfig(max_lora_rank=4, max_loras=max_runs))
+    return GenerationConfig(strategy_args=strategy)
+
+
 async def claim(redis: Redis, *run_ids: str) -> None:
     for run_id in run_ids:
         await record(redis, run_id)
@@ -46,8 +56,7 @@ async def is_reported(redis: Redis, run_id: str) -> bool:
 
 @asynccontextmanager
 async def tenants_of(redis: Redis, url: str, engine: Engine, max_runs: int) -> AsyncIterator[Tenants]:
-    strategy = EngineStrategy(strategy_config=VllmConfig(max_lora_rank=4, max_loras=max_runs))
-    tenants = Tenants("engines", "r", engine, GenerationConfig(strategy_args=strategy), url)
+    tenants = Tenants("engines", "r", engine, strategy_of(max_runs), url)
     following = asyncio.create_task(tenants.follow(redis))
     try:
         yield tenants
@@ -93,3 +102,23 @@ async def test_no_more_runs_are_served_than_there_is_room(async_redis: Redis, re
         engine.may_release.set()
         assert (await tenants.find("")).tenant.run_id == "two"
         assert engine.released == engine.salts[:1]
+
+
+async def test_a_new_replica_is_ready_after_its_runs_have_begun(async_redis: Redis, redis_url: str):
+    """And one whose run fails to begin is ready all the same: its health check asks for another one."""
+    engine = Engine()
+    tenants = Tenants("engines", "r", engine, strategy_of(2), redis_url)
+    await claim(async_redis, "one", "two")
+    await tenants.begin(async_redis)
+    assert set(tenants.statuses()) == {"one", "two"}
+    following = asyncio.create_task(tenants.follow(async_redis))
+    await async_redis.delete(claims_key(APP))
+    await wait_until(lambda: len(engine.released) == 2)
+    following.cancel()
+
+    failing = Tenants("engines", "s", FailingEngine(), strategy_of(2), redis_url)
+    await claim(async_redis, "one")
+    async with asyncio.timeout(PATIENCE_S):
+        await failing.begin(async_redis)
+    with pytest.raises(ValueError, match="no engine"):
+        await failing.check()

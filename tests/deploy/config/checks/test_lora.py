@@ -1,7 +1,12 @@
 """Publishing an adapter by itself, where the run around it makes that impossible."""
 
-import pytest
+from pathlib import Path
 
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from offbeat.deploy.config.checks.lora import check_targets
 from offbeat.deploy.config.checks.run import check_run
 from offbeat.deploy.config.loader import CONFIGS, compose_tree, validate_tree
 
@@ -41,6 +46,25 @@ def test_invalid_combinations_with_adapters_are_rejected(overrides: list[str], p
 def test_adapters_of_float32_are_rejected_on_gpus(device: str, dtype: str, refused: bool) -> None:
     found = problems([f"actor_infer.device={device}", f"actor_infer.model_args.dtype={dtype}"])
     assert ("bfloat16 or float16" in found.get("actor_infer.model_args.dtype", "")) == refused
+
+
+@pytest.mark.parametrize("target", ["q_proj,foo_proj", "foo_proj"])
+def test_targets_that_name_no_layer_are_rejected_with_those_that_do(target: str) -> None:
+    found = problems([f"{TARGET}='{target}'"])
+    assert "no layer foo_proj: take of down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in found[TARGET]
+    assert problems([f"{TARGET}='layers.1.self_attn.q_proj,up_proj'"]) == {}
+
+
+@pytest.mark.parametrize(("layer", "is_refused"), [("mlp", True), ("mlp.experts.0", False)])
+def test_layers_of_a_model_are_those_of_its_weights(tmp_path: Path, layer: str, is_refused: bool) -> None:
+    """Experts are merged when a model is loaded, so that their files do not tell its layers."""
+    weights = {f"model.layers.0.{layer}.fc1.weight": torch.zeros(2, 2), "model.norm.weight": torch.zeros(2)}
+    save_file(weights, tmp_path / "model.safetensors")
+    overrides = [f"pretrain={tmp_path}", f"{TARGET}='fc1,norm'"]
+    config = validate_tree(compose_tree(CONFIGS / "recipes" / "lora.yaml", overrides))
+    assert [each.message for each in check_targets(config)] == (
+        ["the model has no layer norm: take of fc1, or all-linear"] if is_refused else []
+    )
 
 
 def test_max_lora_rank_without_lora_target_is_rejected() -> None:

@@ -10,6 +10,7 @@ const WHY_INTERVAL_MS = 2000;
 const LAGS_INTERVAL_MS = 10_000;
 const WIDTH = 190;
 const HEIGHT = 84;
+const MAX_LENGTH = 26; // characters of a line in a box
 /** @type {Record<string, {x: number, y: number, name: string, component: string}>} */
 const BOXES = {
   workers: { x: 20, y: 20, name: "env workers", component: "env-workers" },
@@ -23,6 +24,9 @@ const PLACES = /** @type {Record<string, string>} */ ({
   learner: "learner", training: "learner", evaluation: "learner", "env workers": "workers", episodes: "workers", env: "workers",
   agent: "workers", generation: "generation", admission: "buffer", buffer: "buffer", redis: "buffer", groups: "buffer", weights: "broker",
 });
+
+/** Return a line cut to a box's width, which the whole line explains. @param {string} line */
+const fitting = (line) => line.length > MAX_LENGTH ? [`${line.slice(0, MAX_LENGTH - 1)}\u2026`, s("title", {}, line)] : [line];
 
 /** @param {string} who */
 const boxOf = (who) => PLACES[who] ?? (who.startsWith("group") ? "buffer" : "");
@@ -39,14 +43,14 @@ function drawing(run, lit) {
     s("path", { d: path, "marker-end": "url(#tip)" }),
     ...lines.map((line, i) => s("text", { x, y: y + 16 * i, class: "small", "text-anchor": "middle" }, line)),
   ];
-  const { health, detail } = run.components.generation ?? {};
-  const application = health === "ready" ? detail : "";
+  const detail = run.components.generation?.detail ?? "";
+  const application = detail.startsWith("application ") ? detail.slice("application ".length) : "";
   const notes = /** @type {Record<string, string[]>} */ ({
     workers: [`${run.settings.num_workers} worker(s)`],
     buffer: [`${short(counters.in_flight)} groups in flight`],
     learner: [run.phase || "", `step ${Math.max(run.step, 0)} of ${run.max_steps}`],
     broker: [`version ${Math.max(run.version, 0)}`],
-    generation: application ? application.split(/, (?=with )/) : [`${run.settings.num_replicas} replica(s)`],
+    generation: application ? application.split(/, (?=with )|: /) : [`${run.settings.num_replicas} replica(s)`],
   });
   const boxes = Object.entries(BOXES).map(([id, box]) => {
     const component = Object.entries(run.components).find(([name]) => box.component && name.startsWith(box.component))?.[1];
@@ -54,7 +58,7 @@ function drawing(run, lit) {
     return s("g", { class: lit.has(id) ? "lit" : "", transform: `translate(${box.x},${box.y})` },
       s("rect", { width: WIDTH, height: HEIGHT, rx: 6 }),
       s("text", { x: 12, y: 24, "font-weight": "bold" }, box.name),
-      [state, ...notes[id]].filter(Boolean).slice(0, 3).map((line, i) => s("text", { x: 12, y: 44 + 16 * i, class: "small" }, line)));
+      [state, ...notes[id]].filter(Boolean).slice(0, 3).map((line, i) => s("text", { x: 12, y: 44 + 16 * i, class: "small" }, fitting(line))));
   });
   return s("svg", { class: "mesh", viewBox: "0 0 850 330", role: "img", "aria-label": "Services of the run and the queues between them" },
     s("defs", {}, s("marker", { id: "tip", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto-start-reverse" },
