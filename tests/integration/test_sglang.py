@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import AsyncIterator
+from glob import glob
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest_asyncio
 
 from offbeat.services.generation.config import EngineModelArgs, EngineStrategy, GenerationConfig
 from offbeat.services.generation.sglang.engine import SglangEngine
+from offbeat.services.generation.sglang.server import SHARED_FILES
 from tests.integration.mesh import Start, finished, start
 from tests.integration.policy_weights import write_policy
 from tests.integration.sglang_server import check_logprobs_across_an_update
@@ -29,13 +31,19 @@ pytestmark = [
 ]
 
 
+def shared_files() -> set[str]:
+    return set(glob(f"{SHARED_FILES}*"))
+
+
 @pytest_asyncio.fixture
 async def engine(tmp_path: Path) -> AsyncIterator[SglangEngine]:
     strategy = EngineStrategy(strategy_name="sglang", python=str(PYTHON))
     config = GenerationConfig(model_args=EngineModelArgs(dtype="float32"), strategy_args=strategy)
+    before = shared_files()
     engine = await SglangEngine.start(config, write_policy(tmp_path), sequence_length=512, seed=1)
     yield engine
     engine.close()
+    assert shared_files() == before
 
 
 async def test_tokens_have_the_learners_logprobs_across_an_update(engine: SglangEngine, tmp_path: Path) -> None:

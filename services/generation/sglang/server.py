@@ -7,11 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
+import psutil
 from pydantic import JsonValue
 
 from offbeat.services.errors import GenerationError
@@ -31,6 +33,8 @@ PYTHON_VARIABLES = ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
 CONTEXT_MARGIN = 8
 """Tokens: SGLang refuses prompts that nearly fill its context, and ends answers before they fill it."""
 PROGRAM = ("-m", "sglang.launch_server")
+SHARED_FILES = "/dev/shm/sglang_"
+"""Start of the names of files that SGLang leaves when it ends."""
 POLL_INTERVAL_S = 0.2
 SHUTDOWN_TIMEOUT_S = 5.0
 
@@ -117,6 +121,7 @@ class SglangServer:
         port = free_port()
         command = [python or sys.executable, *program, *arguments, "--host", "127.0.0.1", "--port", str(port)]
         self._process = subprocess.Popen(bind_to_thread(command), env=environment, stdin=subprocess.DEVNULL)
+        self._shared_files: set[str] = set()
         self.url = f"http://127.0.0.1:{port}"
 
     async def wait_ready(self) -> None:
@@ -126,6 +131,7 @@ class SglangServer:
                 if self.exit_code is not None:
                     raise GenerationError(f"SGLang ended with code {self.exit_code} while it started: see its log")
                 await asyncio.sleep(POLL_INTERVAL_S)
+        self._shared_files.update(_open_files(self._process.pid))
 
     @property
     def exit_code(self) -> int | None:
@@ -134,6 +140,16 @@ class SglangServer:
 
     def close(self) -> None:
         terminate(self._process, SHUTDOWN_TIMEOUT_S)
+        for path in self._shared_files:
+            Path(path).unlink(missing_ok=True)
+
+
+def _open_files(pid: int) -> Iterator[str]:
+    """Yield the shared files of a server's processes."""
+    with suppress(psutil.Error):
+        for process in psutil.Process(pid).children(recursive=True):
+            with suppress(psutil.Error):
+                yield from (each.path for each in process.open_files() if each.path.startswith(SHARED_FILES))
 
 
 async def _is_ready(http: httpx.AsyncClient) -> bool:
