@@ -24,6 +24,7 @@ from tests.qwen2 import STOP, write_qwen2
 
 ROLL = ROOT / "tests/deploy/config/importing/roll"
 FILE = ROLL / "agentic" / "agent_val_frozen_lake.yaml"
+WORDS = ["length_constraints:number_words"]
 DIRECTIONS = ("Left", "Down", "Right", "Up")
 
 
@@ -114,7 +115,7 @@ def import_trial(kind: str, rows: Sequence[object], folder: Path) -> Path:
         tree["rewards"] = [reward for reward in tree["rewards"] if reward["name"] in kept]
         for key in ("domain_interleave_probs", "tag_included"):
             tree["data"][key] = {tag: tree["data"][key][tag] for tag in kept}
-        tree["data"]["domain_interleave_probs"] = {"math_rule": 0.5, "crossthinkqa": 0.25, "ifeval": 0.25}
+        tree["data"]["domain_interleave_probs"] = {"math_rule": 0.25, "crossthinkqa": 0.25, "ifeval": 0.5}
         tree["data"]["prompt_length"] = 32
         tree |= {"sequence_length": 64, "train_env_manager": {"group_size": 2, "num_env_groups": 4}}
         tree["tracker_kwargs"] = {"tensorboard": {"log_dir": str(folder / "run" / "tensorboard")}}
@@ -132,12 +133,15 @@ def import_trial(kind: str, rows: Sequence[object], folder: Path) -> Path:
 @pytest.mark.alone
 @pytest.mark.timeout(300)
 def test_rolls_rlvr_file_trains_after_its_import(tmp_path: Path):
-    short = {"instruction_id_list": ["length_constraints:number_words"]}
-    short |= {"kwargs": [{"relation": "less than", "num_words": 100}]}  # by every answer, so that rewards differ by tag
+    # by every answer or by none, so that rewards differ within a tag, over which ROLL whitens
+    lengths = [{"kwargs": [{"relation": relation, "num_words": 100}]} for relation in ("less than", "at least")]
     rows = [
         *({"prompt": f"{n} + 2 =", "ground_truth": str(n + 2), "tag": "deepmath_103k"} for n in range(4)),
         *({"prompt": f"<answer> {n} </answer>", "ground_truth": str(n), "tag": "crossthinkqa"} for n in range(2)),
-        *({"prompt": f"say {n}", "ground_truth": "", "tag": "ifeval", **short} for n in range(2)),
+        *(
+            {"prompt": "say", "ground_truth": "", "tag": "ifeval", "instruction_id_list": WORDS, **each}
+            for each in lengths
+        ),
     ]
     file = import_trial("rlvr", rows, tmp_path)
     command = [sys.executable, "-m", "offbeat.deploy.cli.app", "train", str(file)]
