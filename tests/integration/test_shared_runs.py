@@ -46,7 +46,7 @@ class Talk(gymnasium.Env):
         return WORDS[int(self.np_random.integers(len(WORDS)))], {}
 
     def step(self, action):
-        time.sleep(0.0 if FAST.exists() else 3.0)
+        time.sleep(0.0 if FAST.exists() else 6.0)
         return "it", len(action) % 5 / 4, True, False, {"success": False}
 '''
 RUN = """
@@ -76,7 +76,7 @@ actor_infer:
   strategy_args: {{strategy_config: {{max_lora_rank: {max_rank}}}}}
 rollout: {{num_workers: 1, cpus_per_worker: 0.5}}
 """
-STEPS = {"one": 20, "two": 45}
+STEPS = {"one": 40, "two": 70}
 
 
 def document(name: str, **changes: Any) -> str:
