@@ -8,8 +8,7 @@ export const title = "Mesh";
 
 const WHY_INTERVAL_MS = 2000;
 const LAGS_INTERVAL_MS = 10_000;
-const WIDTH = 190;
-const HEIGHT = 84;
+const [WIDTH, HEIGHT] = [190, 84];
 const MAX_LENGTH = 26; // characters of a line in a box
 /** @type {Record<string, {x: number, y: number, name: string, component: string}>} */
 const BOXES = {
@@ -31,10 +30,7 @@ const fitting = (line) => line.length > MAX_LENGTH ? [`${line.slice(0, MAX_LENGT
 /** @param {string} who */
 const boxOf = (who) => PLACES[who] ?? (who.startsWith("group") ? "buffer" : "");
 
-/**
- * @param {any} run
- * @param {Set<string>} lit
- */
+/** @param {any} run @param {Set<string>} lit */
 function drawing(run, lit) {
   const counters = run.counters ?? { admitted: 0, submitted: 0, trained: 0, in_flight: 0 };
   const rates = run.rates;
