@@ -141,7 +141,9 @@ PLAIN = {
             for key in (
                 "messages",
                 "prompt",
+                "query",
                 "response",
+                "system",
                 "chosen",
                 "rejected",
                 "completion",
