@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
 from offbeat.services.errors import CodecError
-from offbeat.services.step_window import NO_LIMITS, DiagnosisLimits, RunFinding, StepWindow
+from offbeat.services.findings import NO_LIMITS, DiagnosisLimits, RunFinding, StepWindow
 
 WINDOW_STEPS = 20
 MIN_STEPS = 5
@@ -161,16 +161,19 @@ def _entropy_collapse(window: StepWindow) -> RunFinding | None:
 
 
 def _failures_left_out(window: StepWindow) -> RunFinding | None:
-    """Check that groups are trained on whose rewards are near the greatest, while those that fail are left out.
+    """Check that the groups that are trained on are nearly solved, while others fail and are left out.
 
-    Rewards of trained groups on a scale of their own (a bonus above the env's greatest reward) prove nothing.
+    A shaped reward above the env's greatest is on another scale, and not compared.
     """
     share = window.share("groups_without_signal", "groups")
     lowest, highest = min(window.values("reward_min"), default=0.0), max(window.values("reward_max"), default=0.0)
     trained, everywhere = window.mean("shaped_reward/mean"), window.mean("reward")
-    if not window.has(MANY_STEPS) or not 0.25 <= share < 0.9 or not lowest < highest >= trained:
+    range_of_rewards = highest - lowest
+    is_nearly_solved = lowest + 0.75 * range_of_rewards <= trained <= highest
+    is_above_the_others = trained - everywhere >= 0.25 * range_of_rewards
+    if not (window.has(MANY_STEPS) and 0.25 <= share < 0.9 and range_of_rewards > 0):
         return None
-    if not min((trained - lowest) / 0.75, (trained - everywhere) / 0.25) >= highest - lowest:
+    if not (is_nearly_solved and is_above_the_others):
         return None
     return RunFinding(
         "failures_left_out",

@@ -27,6 +27,8 @@ put runs/control/token "$(derive api)"
 RAY_AUTH_TOKEN=$(derive ray)
 export RAY_AUTH_TOKEN RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
 export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT="${RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT:-300}"
+# Serve kills a proxy that takes longer to start, by default 5 s, and `serve deploy` fails
+export RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S="${RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S:-60}"
 unset OFFBEAT_SECRET
 
 # shellcheck disable=SC2086 # several options

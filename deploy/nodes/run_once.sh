@@ -19,16 +19,7 @@ fi
 # Serve answers a while before its applications do
 answers() { python -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5)' "$url/healthz" 2>/dev/null; }
 
-# Serve kills a proxy that takes longer to start than it allows, as on a busy node, and answers with an error
-deploys=3
-until serve deploy "$deploy"; do
-    deploys=$((deploys - 1))
-    if [ "$deploys" -le 0 ]; then
-        echo "offbeat-run-once: serve deploy $deploy failed" >&2
-        exit 1
-    fi
-    sleep 1
-done
+serve deploy "$deploy"
 attempts=${OFFBEAT_START_ATTEMPTS:-300}
 until answers; do
     attempts=$((attempts - 1))

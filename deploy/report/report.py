@@ -20,8 +20,8 @@ from offbeat.services.control.failed_groups import advise_failed
 from offbeat.services.control.failing_episodes import find_failing
 from offbeat.services.control.schemas import CountersView
 from offbeat.services.diagnosis import diagnose
+from offbeat.services.findings import RunFinding
 from offbeat.services.rollout.data.config import GROUP_SIZES
-from offbeat.services.step_window import RunFinding
 from offbeat.trainer.rendering.episodes import (
     PlayedEpisode,
     play_again,

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from offbeat.services.findings import RunFinding
 from offbeat.services.messages.types import EpisodeKind
-from offbeat.services.step_window import RunFinding
 
 MAX_FAILED_SHARE = 0.25
 """Share of recent episodes above which failures are reported."""

@@ -25,8 +25,8 @@ from offbeat.services.control.schemas import (
 )
 from offbeat.services.control.store import RunStore
 from offbeat.services.errors import CodecError
+from offbeat.services.findings import RunFinding
 from offbeat.services.live_settings import Settings, settings_now
-from offbeat.services.step_window import RunFinding
 from offbeat.services.telemetry import decode_record
 
 RATE_WINDOW_S = 15.0

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, TypeVar, cast
 
 from offbeat.services.diagnosis import decode_findings
 from offbeat.services.errors import CodecError, ControlError
+from offbeat.services.findings import RunFinding
 from offbeat.services.live_settings import Settings, decode_settings, encode_settings
-from offbeat.services.step_window import RunFinding
 from offbeat.services.weights.replica_reports import ReplicaReport, decode_report
 
 T = TypeVar("T")

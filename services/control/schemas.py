@@ -16,8 +16,8 @@ from offbeat.services.control.run import (
     RunRecord,
     RunState,
 )
+from offbeat.services.findings import RunFinding
 from offbeat.services.live_settings import LIVE_SETTINGS, Change, LiveSetting, Settings
-from offbeat.services.step_window import RunFinding
 
 
 class View(DocumentedModel):

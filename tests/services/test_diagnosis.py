@@ -8,7 +8,7 @@ import torch
 
 from offbeat.services.diagnosis import RULES, decode_findings, describe_untrained, diagnose, encode_findings
 from offbeat.services.errors import CodecError
-from offbeat.services.step_window import DiagnosisLimits, RunFinding
+from offbeat.services.findings import DiagnosisLimits, RunFinding
 
 HEALTHY: dict[str, float] = {
     "groups": 8.0,

@@ -5,12 +5,12 @@ from typing import Annotated
 from pydantic import Field, ValidationInfo, field_validator
 
 from offbeat.services.buffer.config import BufferConfig
+from offbeat.services.findings import DiagnosisLimits
 from offbeat.services.generation.config import GenerationConfig, arguments_beyond_hf
 from offbeat.services.live_settings import Settings, configured_settings
 from offbeat.services.reward.config import AnyReward, Combine, RewardsConfig
 from offbeat.services.rollout.config import CustomEnv, EnvManagerConfig, RolloutConfig
 from offbeat.services.rollout.data.config import GROUP_SIZES, PLAYING_PROMPTS, DataConfig
-from offbeat.services.step_window import DiagnosisLimits
 from offbeat.services.tracing.config import TelemetryConfig
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.trainer.config.actor_train import ActorTrainConfig

@@ -13,10 +13,10 @@ from typing import Literal, Protocol
 from redis import Redis
 
 from offbeat.services.diagnosis import WINDOW_STEPS, diagnose, encode_findings
+from offbeat.services.findings import NO_LIMITS, DiagnosisLimits, RunFinding
 from offbeat.services.keys import RunKeys
 from offbeat.services.messages.types import Group
 from offbeat.services.redis.run_writes import RunWrites
-from offbeat.services.step_window import NO_LIMITS, DiagnosisLimits, RunFinding
 from offbeat.services.telemetry import (
     MetricRecord,
     MetricsSink,

@@ -1,9 +1,8 @@
 """Checks of LoRA adapters, and of their publication."""
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 
+from offbeat.deploy.config.checks.weight_files import weight_shapes
 from offbeat.deploy.config.run import RunConfig
 from offbeat.trainer.config.issue import ConfigIssue
 
@@ -64,17 +63,12 @@ def _linear_layers(config: RunConfig) -> list[str]:
         numbers = range(0 if config.tiny.vision is not None else config.tiny.num_hidden_layers)
         return [f"model.layers.{number}.{name}" for number in numbers for name in TINY_LAYERS]
     try:
-        names = [name for file in Path(config.pretrain).glob("*.safetensors") for name in _matrix_names(file)]
+        shapes = list(weight_shapes(config.pretrain))
     except (OSError, ValueError):
         return []  # an unreadable model has its own error
-    return [] if any(".experts." in name for name in names) else [name.removesuffix(".weight") for name in names]
-
-
-def _matrix_names(file: Path) -> list[str]:
-    with file.open("rb") as opened:
-        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-    entries = ((name, entry) for name, entry in header.items() if name != "__metadata__")
-    return [name for name, entry in entries if name.endswith(".weight") and len(entry["shape"]) == 2]
+    if any(".experts." in name for name, _ in shapes):
+        return []
+    return [name.removesuffix(".weight") for name, shape in shapes if name.endswith(".weight") and len(shape) == 2]
 
 
 def check_lora(config: RunConfig) -> Iterator[ConfigIssue]:

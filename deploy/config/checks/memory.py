@@ -1,11 +1,10 @@
 """Least memory of a run's processes on GPUs: weights, gradients and AdamW's moments, without activations."""
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
+from offbeat.deploy.config.checks.weight_files import weight_shapes
 from offbeat.deploy.config.device_plan import ClusterNode, DevicePlan
 from offbeat.deploy.config.device_roles import reward_role
 from offbeat.deploy.config.run import RunConfig
@@ -280,12 +279,6 @@ def _width(args: ModelArgs | EngineModelArgs | RewardModelArgs | JudgeModelArgs)
 def count_weights(model: str) -> int:
     """Return the weights of a model's folder; 0 for a tiny or unreadable one, which has its own error."""
     try:
-        return 0 if model == "tiny" else sum(map(_count_in_file, Path(model).glob("*.safetensors")))
+        return 0 if model == "tiny" else sum(math.prod(shape) for _, shape in weight_shapes(model))
     except (OSError, ValueError):
         return 0
-
-
-def _count_in_file(file: Path) -> int:
-    with file.open("rb") as opened:
-        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")

@@ -49,7 +49,7 @@ def find_command(tree: Tree) -> Command:
     named, shared = _by_name(tree), _by_shared_key(tree)
     if named and (shared is None or named in (shared.name, shared.alternative)):
         return Command(named, "by its name")
-    return shared or Command("sft", "which neither a key nor its name gives another command")
+    return shared or Command("sft", "as neither its keys nor its name indicate another command")
 
 
 def _by_own_key(tree: Tree) -> Command | None:

@@ -13,9 +13,9 @@ from offbeat.services.control.rights import Rights
 from offbeat.services.control.run import RunRecord, RunSpec, RunState
 from offbeat.services.diagnosis import encode_findings
 from offbeat.services.errors import RetryableError
+from offbeat.services.findings import RunFinding
 from offbeat.services.keys import RunKeys
 from offbeat.services.redis.connection import connect_async
-from offbeat.services.step_window import RunFinding
 from offbeat.services.telemetry import (
     AsyncRedisMetrics,
     MetricRecord,

@@ -13,8 +13,8 @@ from offbeat.services.control.run import (
 )
 from offbeat.services.control.store import RunStore
 from offbeat.services.diagnosis import encode_findings
+from offbeat.services.findings import RunFinding
 from offbeat.services.keys import RunKeys
-from offbeat.services.step_window import RunFinding
 from tests.copying import replace
 from tests.services.control.control_fakes import SETTINGS, FakeClock, FakeMesh, reconcile_until
 from tests.waiting import wait_until

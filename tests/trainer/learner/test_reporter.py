@@ -3,7 +3,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from offbeat.services.step_window import DiagnosisLimits
+from offbeat.services.findings import DiagnosisLimits
 from offbeat.services.telemetry import Partial
 from offbeat.trainer.learner.progress_view import SilentView
 from offbeat.trainer.learner.reporter import LearnerReporter, step_values

@@ -228,7 +228,7 @@ def test_optimizer_steps_per_generation_and_the_warm_up_are_counted(tmp_path: Pa
 @pytest.mark.parametrize(
     ("text", "command", "pipeline", "remark"),
     [
-        ("{model_name_or_path: org/model, dataset_name: a.jsonl}", None, "sft", "neither a key nor its name"),
+        ("{model_name_or_path: org/model, dataset_name: a.jsonl}", None, "sft", "neither its keys nor its name"),
         ("{model_name_or_path: org/model, dataset_name: a.jsonl}", "dpo", "dpo", None),
         ("{beta: 0.1, max_length: 512, max_completion_length: 256}", None, "dpo", "by its key beta"),
         ("{loss_type: [sigmoid], max_prompt_length: 256}", None, "dpo", "by its key loss_type"),

@@ -1,4 +1,4 @@
-"""Newest steps of a run, as the rules of `services.diagnosis` read them, and what a rule finds."""
+"""Findings of the rules of `services.diagnosis`, and the steps and limits that the rules read."""
 
 import math
 from collections.abc import Mapping, Sequence
