@@ -50,7 +50,7 @@ def test_the_user_names_the_command_of_a_file_that_does_not(tmp_path: Path):
     source, out = str(tmp_path / "config.yaml"), str(tmp_path / "out.yaml")
     code, text = run("trl", source, "-o", out)
     assert code == 0, text
-    assert "read as a file of `trl sft`, which neither a key nor its name gives another command; " in text
+    assert "read as a file of `trl sft`, as neither its keys nor its name indicate another command; " in text
     code, text = run("trl", source, "-o", out, "--force", "--command", "dpo")
     assert code == 0, text
     assert "pipeline: dpo" in Path(out).read_text()
