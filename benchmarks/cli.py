@@ -239,7 +239,7 @@ def bench_weights(
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Versions of each setting.")] = 5,
     running: Annotated[int, typer.Option(min=1, help="Requests that run in each replica.")] = 8,
-    dtype: Annotated[str, typer.Option(help="Of the weights: float32 or bfloat16.")] = "bfloat16",
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the weights.")] = "bfloat16",
     json: JsonFile = None,
     quick: Quick = False,
 ) -> None:

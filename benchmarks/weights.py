@@ -29,7 +29,7 @@ from offbeat.benchmarks.harness.result import Spread, console, show
 from offbeat.benchmarks.weight_deltas import DeltaOptions, measure, show_deltas
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.local.processes import SHARED_MEMORY
-from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.generation.config import Dtype, EngineModelArgs, GenerationConfig
 from offbeat.services.keys import RunKeys
 from offbeat.services.messages.types import GenerateRequest, Sampling
 from offbeat.services.weights.config import WeightsConfig
@@ -54,7 +54,7 @@ class WeightOptions:
     rounds: int = 5
     running: int = 8
     """Concurrent requests per replica."""
-    dtype: str = "bfloat16"
+    dtype: Dtype = "bfloat16"
     pause_between_s: float = 0.5
     deltas: DeltaOptions = field(default_factory=DeltaOptions)
 
@@ -85,7 +85,7 @@ class LoadedReplica:
         from offbeat.services.generation.replica import GenerationReplica
         from offbeat.services.generation.vllm.engine import VllmEngine
 
-        config = GenerationConfig.model_validate({"dtype": self._options.dtype, "kv_cache_gib": 0.25})
+        config = GenerationConfig(model_args=EngineModelArgs(dtype=self._options.dtype), kv_cache_gib=0.25)
         self._engine = await VllmEngine.start(config, self._model, sequence_length=SEQUENCE_LENGTH, seed=0)
         self._loads: list[Any] = []
         self._steps: list[float] = []
@@ -167,13 +167,13 @@ class _ReplicaRun:
         weights = self._weights(config)
         num_bytes = sum(t.numel() * t.element_size() for _, t in weights)
         self._status.update(f"{self._label}: starting engines")
-        self._base.prepare(config)
         with ExitStack() as stack:
             publisher = stack.enter_context(
                 closing(RedisWeightPublisher(self._base.redis, config.exp_name, config.weights, 1, config.output_dir))
             )
             hosts = [stack.enter_context(self._host(config, i)) for i in range(self._replicas)]
             publisher.publish(0, 0, weights)
+            publisher.flush()
             self._wait_served(config, 0)
             step_s = self._step_s(hosts)
             times = [self._round(config, publisher, weights, version + 1) for version in range(self._options.rounds)]
@@ -222,6 +222,7 @@ class _ReplicaRun:
         began, wall = time.monotonic(), time.time()
         publisher.publish(version, version, weights)
         blocked_s = time.monotonic() - began
+        publisher.flush()
         served_at = self._wait_served(config, version)
         announced_at = self._announced_at(config)
         time.sleep(self._options.pause_between_s)

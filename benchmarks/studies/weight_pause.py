@@ -24,7 +24,7 @@ from offbeat.benchmarks.weights import (
     SHAPES,
 )
 from offbeat.envs.frozen_lake import WORDS
-from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.generation.config import EngineModelArgs, GenerationConfig
 from offbeat.services.generation.engine import LoadTimes
 from offbeat.services.generation.vllm.engine import VllmEngine
 from offbeat.services.messages.types import GenerateRequest, Sampling
@@ -46,7 +46,7 @@ async def keep_running(engine: VllmEngine, place: int, steps: list[float]) -> No
 
 
 async def measure(folder: Path, files: list[Path], options: argparse.Namespace) -> None:
-    config = GenerationConfig.model_validate({"dtype": "bfloat16", "kv_cache_gib": 0.25})
+    config = GenerationConfig(model_args=EngineModelArgs(dtype="bfloat16"), kv_cache_gib=0.25)
     engine = await VllmEngine.start(config, folder, sequence_length=SEQUENCE_LENGTH, seed=0)
     steps: list[float] = []
     times: dict[str, list[LoadTimes]] = {"staged": [], "in the pause": []}

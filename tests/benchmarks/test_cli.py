@@ -74,6 +74,18 @@ def test_plan_predicts_each_row_from_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
+def test_weights_are_published_to_an_engine_that_generates(tmp_path: Path) -> None:
+    result = result_of(tmp_path, "weights")
+    (row,) = result["settings"]
+    assert (row["size"], row["replicas"]) == ("1M", 1)
+    assert 0 < row["blocked_s"]["median"] <= row["announced_s"]["median"] < row["served_s"]["median"]
+    assert row["pause_s"]["median"] > 0
+    assert row["engine_step_s"] > 0
+    (deltas,) = result["deltas"]
+    assert (deltas["differences"], deltas["versions"]) == (2, 3)
+
+
+@pytest.mark.timeout(300)
 def test_the_console_is_measured_on_a_run_that_goes_on(tmp_path: Path) -> None:
     result = result_of(tmp_path, "console")
     assert result["trajectories"] > 640
