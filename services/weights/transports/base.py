@@ -16,6 +16,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from blake3 import blake3
 from safetensors import SafetensorError
 
 from offbeat.services.errors import WeightsError
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WHOLE, DIFFERENCE, ADAPTER = ".safetensors", ".difference", ".adapter"
+READ_BYTES = 4 << 20
+"""Enough for BLAKE3 to use several threads."""
 Write = Callable[[Path], tuple[str, int]]
 """Writes a file atomically; returns digest and size."""
 AdapterSettings = Mapping[str, object]
@@ -36,7 +39,7 @@ AdapterSettings = Mapping[str, object]
 class Stored:
     location: str
     digest: str
-    """`blake2b:` and the hex digest of the file."""
+    """Of the file, as `digest_of` returns it."""
     num_bytes: int
     anchor: BaseVersion | None = None
     """Base of a delta; None for a complete version."""
@@ -93,8 +96,29 @@ class StoredFile:
     """Unix time, s."""
 
 
-def digest_of(stream: BufferedReader) -> str:
-    return f"blake2b:{hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=32)).hexdigest()}"
+def digest_of(stream: BufferedReader, algorithm: str = "blake3") -> str:
+    """Return the algorithm, a colon and the hex digest of what is left to read."""
+    digest, buffer = new_hash(algorithm), memoryview(bytearray(READ_BYTES))
+    while count := stream.readinto(buffer):
+        digest.update(buffer[:count])
+    return f"{algorithm}:{digest.hexdigest()}"
+
+
+def algorithm_of(digest: str) -> str:
+    return digest.partition(":")[0]
+
+
+def new_hash(algorithm: str) -> blake3 | hashlib.blake2b:
+    """Raises `WeightsError` for an unknown algorithm."""
+    match algorithm:
+        case "blake3":
+            return blake3(max_threads=blake3.AUTO)
+        case "blake2b":
+            return hashlib.blake2b(digest_size=32)
+        case _:
+            raise WeightsError(
+                f"weights are verified by blake3, or blake2b (versions of Offbeat 0.2), not {algorithm!r}"
+            )
 
 
 def owner_of(run_id: str, output_dir: Path) -> str:
@@ -122,7 +146,7 @@ def open_verified(path: Path, manifest: Manifest) -> Iterator[Path]:
     except OSError as error:
         raise WeightsError(f"version {manifest.version} is gone: {error}") from error
     with stream:
-        found = digest_of(stream)
+        found = digest_of(stream, algorithm_of(manifest.digest))
         if found != manifest.digest:
             raise WeightsError(f"version {manifest.version} is damaged: {found} at {path}, {manifest.digest} announced")
         yield Path(f"/proc/{os.getpid()}/fd/{stream.fileno()}")

@@ -6,7 +6,6 @@ while a kept version needs it.
 """
 
 # pyright: basic
-import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,6 +26,8 @@ from offbeat.services.weights.transports.base import (
     FileTransport,
     Stored,
     StoredFile,
+    algorithm_of,
+    new_hash,
     write_bytes,
 )
 
@@ -105,8 +106,11 @@ def unpack(blob: bytes) -> tuple[Difference, str]:
     return Difference(width, num_bytes, positions, _decompress(flips, count, width)), str(digest)
 
 
-def digest_of_bytes(content: Bytes) -> str:
-    return f"blake2b:{hashlib.blake2b(content.data, digest_size=32).hexdigest()}"
+def digest_of_bytes(content: Bytes, algorithm: str = "blake3") -> str:
+    """Return the digest as `digest_of` does for a file."""
+    digest = new_hash(algorithm)
+    digest.update(content.data)
+    return f"{algorithm}:{digest.hexdigest()}"
 
 
 def _compress(elements: npt.NDArray[Any]) -> bytes:
@@ -207,7 +211,7 @@ class DeltaTransport:
             content = apply_difference(self._anchor(manifest, manifest.anchor), change)
         except ValueError as error:
             raise WeightsError(f"version {manifest.version} is damaged: {error}") from error
-        if (found := digest_of_bytes(content)) != wanted:
+        if (found := digest_of_bytes(content, algorithm_of(wanted))) != wanted:
             raise WeightsError(f"version {manifest.version} is damaged: put together it is {found}, not {wanted}")
         return content
 

@@ -1,7 +1,6 @@
 """A share that hangs: a FIFO in place of a version's file keeps who opens it for as long as nobody writes to it."""
 
 import asyncio
-import hashlib
 import os
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from blake3 import blake3
 from redis.asyncio import Redis
 
 from offbeat.services.errors import WeightsError
@@ -39,7 +39,7 @@ from tests.waiting import wait_until
 
 RUN = "reading"
 KEYS = RunKeys(RUN)
-NOTHING = f"blake2b:{hashlib.blake2b(b'', digest_size=32).hexdigest()}"
+NOTHING = f"blake3:{blake3(b'').hexdigest()}"
 """Versions here are empty files: a FIFO's size is 0, too."""
 
 

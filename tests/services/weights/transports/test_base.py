@@ -6,17 +6,29 @@ import signal
 import subprocess
 import sys
 import time
+from hashlib import blake2b
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from blake3 import blake3
 from fsspec.implementations.local import LocalFileSystem
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from offbeat.services.errors import StoreUnavailableError, WeightsError
 from offbeat.services.messages.types import Manifest
-from offbeat.services.weights.transports.base import WHOLE, Transport, _write_atomically, belongs_to, file_name
+from offbeat.services.weights.transports.base import (
+    READ_BYTES,
+    WHOLE,
+    Transport,
+    _write_atomically,
+    belongs_to,
+    file_name,
+    write_bytes,
+)
+from offbeat.services.weights.transports.delta import digest_of_bytes
 from offbeat.services.weights.transports.factory import remove_all
 from offbeat.services.weights.transports.filesystem import FilesystemTransport
 from offbeat.services.weights.transports.shm import SharedMemoryTransport
@@ -49,6 +61,39 @@ def test_what_was_stored_is_fetched_bit_for_bit(transport: Transport) -> None:
         tensors = load_file(path)
     assert torch.equal(tensors["a"], torch.arange(6.0).reshape(2, 3))
     assert tensors["b"].dtype == torch.bfloat16
+
+
+EMPTY = "blake3:af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"
+ABC = "blake3:6437b3ac38465133ffb63b75273a8db548c558465d79db03fd359c6cd5bd9d85"
+"""Of BLAKE3's own test vectors and b3sum."""
+
+
+@pytest.mark.parametrize(("content", "digest"), [(b"", EMPTY), (b"abc", ABC)])
+def test_digests_are_blake3_of_the_whole_file(content: bytes, digest: str, tmp_path: Path) -> None:
+    assert write_bytes(tmp_path / "file", content) == (digest, len(content))
+    assert digest_of_bytes(np.frombuffer(content, dtype=np.uint8)) == digest
+
+
+def test_a_digest_of_several_reads_is_that_of_the_whole(tmp_path: Path) -> None:
+    content = bytes(range(256)) * (READ_BYTES // 128 + 1)
+    assert write_bytes(tmp_path / "file", content)[0] == f"blake3:{blake3(content).hexdigest()}"
+
+
+def test_versions_of_offbeat_0_2_are_verified_by_their_algorithm(transport: Transport) -> None:
+    manifest = store(transport)
+    with transport.fetch(manifest) as path:
+        old = f"blake2b:{blake2b(path.read_bytes(), digest_size=32).hexdigest()}"
+    with transport.fetch(replace(manifest, digest=old)) as path:
+        assert load_file(path).keys() == {"a", "b"}
+    wrong = old[:-1] + ("0" if old[-1] != "0" else "1")
+    with pytest.raises(WeightsError, match="damaged"), transport.fetch(replace(manifest, digest=wrong)):
+        pass
+
+
+def test_an_unknown_algorithm_is_refused(transport: Transport) -> None:
+    manifest = replace(store(transport), digest="md5:00")
+    with pytest.raises(WeightsError, match="'md5'"), transport.fetch(manifest):
+        pass
 
 
 def test_a_fetched_version_can_be_read_after_it_was_collected(transport: Transport) -> None:
