@@ -25,6 +25,7 @@ KEY = "tml-curves"
 COMMON = ("lora_rank=16", "save_every=0", "eval_every=0")
 TIMEOUT_S = 7200.0
 NLL = "train_mean_nll"
+WAYS: dict[str, tuple[str, ...]] = {"synchronous": (), "asynchronous": ("max_steps_off_policy=1",)}
 COLUMNS = {"reward": "env/all/reward/total", "right": "env/all/correct", "ended in time": "env/all/format"}
 
 
@@ -40,7 +41,7 @@ def train_supervised(url: str, model: Path, out: Path, options: argparse.Namespa
 
 
 def train_by_rewards(
-    url: str, model: Path, log: Path, checkpoint: str, options: argparse.Namespace, settings: Sequence[str] = ()
+    url: str, model: Path, log: Path, checkpoint: str, options: argparse.Namespace, settings: Sequence[str]
 ) -> list[dict[str, Any]]:
     run_recipe(
         *("math_rl.train", url, KEY, model, log, *COMMON, f"load_checkpoint_path={checkpoint}", "env=arithmetic"),
@@ -55,13 +56,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m offbeat.benchmarks.studies.cookbook_curves")
     parser.add_argument("model", type=Path, help="Folder of the base model.")
     parser.add_argument("--out", type=Path, required=True, help="Folder of the logs; must not exist.")
-    parser.add_argument("--supervised-steps", type=int, default=8)
+    parser.add_argument("--supervised-steps", type=int, default=2)
     parser.add_argument("--batch", type=int, default=16, help="Conversations of a supervised step.")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--rl-steps", type=int, default=20)
+    parser.add_argument("--rl-steps", type=int, default=16)
     parser.add_argument("--groups", type=int, default=8, help="Of an RL step.")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--rl-learning-rate", type=float, default=3e-4)
+    parser.add_argument("--only", choices=list(WAYS), help="One way of reinforcement learning. Default: both.")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Of the server's configuration.")
     options = parser.parse_intermixed_args()
     model, out = options.model.resolve(), options.out.resolve()
@@ -72,20 +74,18 @@ def main() -> None:
         console.print(f"build {build()}, load {os.getloadavg()[0]:.2f}")
         began = time.monotonic()
         lines = train_supervised(server.url, model, out, options)
-        console.print(f"supervised: {time.monotonic() - began:.0f} s; {NLL}: {_numbers(lines, NLL)}")
+        console.print(
+            f"supervised: {time.monotonic() - began:.0f} s; {NLL}: {' '.join(f'{line[NLL]:.2f}' for line in lines)}"
+        )
         checkpoint = last_checkpoint(out / "supervised")
-        for name, settings in {"synchronous": (), "asynchronous": ("max_steps_off_policy=1",)}.items():
+        for name in [options.only] if options.only else WAYS:
             began = time.monotonic()
-            lines = train_by_rewards(server.url, model, out / name, checkpoint, options, settings)
-            table = Table("", *(str(i) for i in range(len(lines))), title=f"{name}: {time.monotonic() - began:.0f} s")
-            for label, key in COLUMNS.items():
-                table.add_row(label, *_numbers(lines, key).split())
+            lines = train_by_rewards(server.url, model, out / name, checkpoint, options, WAYS[name])
+            table = Table("step", *COLUMNS, title=f"{name}: {time.monotonic() - began:.0f} s")
+            for line in lines:
+                table.add_row(str(line["step"]), *(f"{line[key]:.2f}" for key in COLUMNS.values()))
             console.print(table)
         console.print(f"load {os.getloadavg()[0]:.2f}")
-
-
-def _numbers(lines: Sequence[dict[str, Any]], key: str) -> str:
-    return " ".join(f"{line[key]:.2f}" for line in lines)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ MAX_DELAY_S = 1.0
 """Upper bound of the drawn time from an optimizer step's command to a kill."""
 MIN_STEPS = 12
 """Includes a load."""
-RL_STEPS_PER_KILL = 2
+RL_STEPS_PER_KILL = 3
 """Of the recipe, whose length is fixed before."""
 RECIPE_TIMEOUT_S = 3600.0
 POLL_S, RESTART_TIMEOUT_S = 0.05, 120.0
@@ -48,8 +48,13 @@ POLL_S, RESTART_TIMEOUT_S = 0.05, 120.0
 class Killer:
     """Kills one process at a time, at a drawn moment, in a drawn order with each part equally often."""
 
-    def __init__(self, server: RunningServer, kills: int, seed: int, parts: Sequence[str] = PARTS) -> None:
+    def __init__(
+        self, server: RunningServer, kills: int, seed: int, parts: Sequence[str] = PARTS, every: int = 1
+    ) -> None:
+        """every: optimizer steps from a kill to the next, at least."""
         self._server = server
+        self._every = every
+        self._wait = 0
         self._draw = random.Random(seed)
         self._left = [parts[i % len(parts)] for i in range(kills)]
         self._draw.shuffle(self._left)
@@ -63,7 +68,11 @@ class Killer:
 
     def schedule(self, command: RecordedCommand) -> None:
         """Kill the next process in a while after an optimizer step's command, unless a kill is due or has failed."""
-        if command.route == STEP and self._left and (self._next is None or _has_succeeded(self._next)):
+        if command.route != STEP:
+            return
+        self._wait -= 1
+        if self._wait < 0 and self._left and (self._next is None or _has_succeeded(self._next)):
+            self._wait = self._every - 1
             self._next = self._thread.submit(self._kill, self._left.pop(), self._draw.uniform(0, MAX_DELAY_S))
 
     def close(self) -> None:
@@ -226,7 +235,8 @@ def main() -> int:
             model = f"pretrain={folder / 'llama'}", "warm_start=null"
         server = stack.enter_context(running_server(folder / "run", *model, *options.overrides))
         began = time.monotonic()
-        recorded = record_under_kills(server, workload, Killer(server, options.kills, options.seed, parts))
+        killer = Killer(server, options.kills, options.seed, parts, every=RL_STEPS_PER_KILL if options.cookbook else 1)
+        recorded = record_under_kills(server, workload, killer)
         middle = time.monotonic()
         counts = ", ".join(f"{recorded.kills.count(part)} of {part}" for part in parts)
         echo(
