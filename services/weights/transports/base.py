@@ -116,9 +116,7 @@ def new_hash(algorithm: str) -> blake3 | hashlib.blake2b:
         case "blake2b":
             return hashlib.blake2b(digest_size=32)
         case _:
-            raise WeightsError(
-                f"weights are verified by blake3, or blake2b (versions of Offbeat 0.2), not {algorithm!r}"
-            )
+            raise WeightsError(f"weights are verified by blake3, or blake2b (earlier builds), not {algorithm!r}")
 
 
 def owner_of(run_id: str, output_dir: Path) -> str:
