@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from offbeat.trainer.models.dot_product import dot_product_attention
 from offbeat.trainer.models.packing import Packing
 from offbeat.trainer.models.tree_attention import tree_attention
 
@@ -81,7 +81,7 @@ def _padded(
     for q, k, v in buckets:
         length = q.shape[2]
         mask = None if window is None or window >= length else _sliding_window_mask(length, window, query.device)
-        out = scaled_dot_product_attention(
+        out = dot_product_attention(
             q,
             k,
             v,

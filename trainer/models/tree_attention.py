@@ -12,7 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, pad, scaled_dot_product_attention
+from torch.nn.functional import embedding, pad
+
+from offbeat.trainer.models.dot_product import dot_product_attention
 
 IntArray = npt.NDArray[np.int64]
 MIN_SAVED_SCORES = 1 << 16
@@ -139,7 +141,7 @@ def tree_attention(
     gqa = query.shape[1] != key.shape[1]
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
     outputs = [
-        scaled_dot_product_attention(
+        dot_product_attention(
             _gather(q, batch.queries),
             _gather(k, batch.keys),
             _gather(v, batch.keys),
