@@ -89,7 +89,7 @@ def bench_generation(
         list[int] | None, typer.Option(min=1, help="Requests at a time; may be repeated. Default: 1 to 256.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 32,
-    per_client: Annotated[int, typer.Option(min=1, help="Requests of each client in a round.")] = 4,
+    per_client: Annotated[int, typer.Option(min=1, help="Requests of a client in a round; at least those of 16.")] = 8,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     http: Annotated[bool, typer.Option(help="Also as somebody else's agent calls it, over HTTP.")] = True,
     cuda: Cuda = False,

@@ -32,6 +32,8 @@ from offbeat.services.messages.types import GenerateRequest
 SEQUENCE_LENGTH = 512
 SHARE_OF_GPU = 0.3
 """Of its memory, for each of the two engines."""
+MIN_CLIENTS = 16
+"""A shorter round measures how its requests happen to meet."""
 SATURATION_SHARE = 0.9
 """Of the bare engine's best rate."""
 
@@ -46,8 +48,8 @@ class GenerationOptions:
     dtype: Dtype = "float32"
     concurrency: tuple[int, ...] = (1, 4, 16, 64, 256)
     tokens: int = 32
-    per_client: int = 4
-    """Sequential requests per client and round."""
+    per_client: int = 8
+    """Sequential requests per client and round; a round has those of `MIN_CLIENTS` at least."""
     rounds: int = 3
     coalesce_s: float = 0.01
     http: bool = True
@@ -203,7 +205,7 @@ async def _levels(
 ) -> dict[int, dict[str, list[RoundLoad]]]:
     results: dict[int, dict[str, list[RoundLoad]]] = {}
     for concurrency in options.concurrency:
-        count = concurrency * options.per_client if concurrency > 1 else 2 * options.per_client
+        count = max(concurrency, MIN_CLIENTS) * options.per_client
         rounds: dict[str, list[RoundLoad]] = {name: [] for name in sides}
         for number in range(-1, options.rounds):  # the first one warms up
             for name, measure in sides.items():

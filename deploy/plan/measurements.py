@@ -27,6 +27,7 @@ Floats = npt.NDArray[np.float64]
 ANNOUNCE_S = 0.01
 """Assumed time from a publish's return to its announcement."""
 WARM_UP_STEPS = 1
+MIN_EPISODE_S = 1e-6
 FITTED_TO = 4.0
 """Factor beyond the highest measured concurrency for the fitted line."""
 
@@ -158,12 +159,30 @@ def _workload(
         return MeasuredWorkload([[PlannedEpisode(turns, max(mean_s - turns * turn_s, 0.0))]]), (note,)
     episodes = [[_episode(trajectory, turn_s) for trajectory in group] for group in groups]
     times = np.array([fmean(trajectory.duration_s for trajectory in group) for group in groups])
-    return MeasuredWorkload(episodes, tuple(_tilt(times, mean_s))), ()
+    return MeasuredWorkload(episodes, tuple(_tilt(times, mean_s)), likeness_of(groups)), ()
 
 
 def _episode(trajectory: Trajectory, turn_s: float) -> PlannedEpisode:
     turns = max(len(trajectory.turns), 1)
     return PlannedEpisode(turns, max(trajectory.duration_s - turns * turn_s, 0.0))
+
+
+def likeness_of(groups: Sequence[Sequence[Trajectory]]) -> float:
+    """Return the intraclass correlation of the logarithms of episodes' times, 0 to 1; 1 for fewer than two groups of
+    several.
+
+    One-way analysis of variance: Shrout and Fleiss 1979, ICC(1,1).
+    """
+    logs = [np.log([max(t.duration_s, MIN_EPISODE_S) for t in group]) for group in groups if len(group) > 1]
+    sizes, total = np.array([len(each) for each in logs]), sum(map(len, logs))
+    if len(logs) < 2:
+        return 1.0
+    means, mean = np.array([each.mean() for each in logs]), float(np.concatenate(logs).mean())
+    between = float(sizes @ (means - mean) ** 2) / (len(logs) - 1)
+    within = float(sum(((each - each.mean()) ** 2).sum() for each in logs)) / (total - len(logs))
+    size = (total - float(sizes @ sizes) / total) / (len(logs) - 1)
+    spread = between + (size - 1) * within
+    return min(max((between - within) / spread, 0.0), 1.0) if spread > 0 else 1.0
 
 
 def _tilt(times: Floats, mean: float) -> list[float]:

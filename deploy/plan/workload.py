@@ -39,17 +39,26 @@ class AssumedWorkload:
 
 @dataclass(frozen=True)
 class MeasuredWorkload:
-    """Recorded groups, drawn whole to keep siblings alike; additional members are drawn from the same group."""
+    """Recorded groups, drawn whole to keep siblings alike.
+
+    Members beyond those recorded are drawn from the group with probability `likeness`, else from any group: from the group
+    alone, one very long episode would have a second one as long far too often.
+    """
 
     groups: Sequence[Sequence[PlannedEpisode]]
     weights: tuple[float, ...] = ()
     """Chance of each group; empty: equal."""
+    likeness: float = 1.0
+    """Intraclass correlation of episodes' times."""
 
     def draw_group(self, rng: np.random.Generator, members: int) -> list[PlannedEpisode]:
         recorded = self.groups[self._draw(rng)]
         order = rng.permutation(len(recorded))
         episodes = [recorded[i] for i in order[:members]]
-        return episodes + [recorded[int(i)] for i in rng.integers(len(recorded), size=max(members - len(recorded), 0))]
+        while len(episodes) < members:
+            source = recorded if rng.random() < self.likeness else self.groups[self._draw(rng)]
+            episodes.append(source[int(rng.integers(len(source)))])
+        return episodes
 
     @cached_property
     def _cumulative(self) -> list[float]:
