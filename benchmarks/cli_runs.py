@@ -92,8 +92,8 @@ def bench_plan(
     distribution: Annotated[
         list[Distribution] | None, typer.Option(help="Of the latency; may be repeated. Default: both.")
     ] = None,
-    steps: Annotated[int, typer.Option(min=3, help="Batches of each row of async.")] = 12,
-    rounds: Annotated[int, typer.Option(min=2, help="Batches of each row of redundancy.")] = 6,
+    steps: Annotated[int, typer.Option(min=3, help="Batches of each row of async.")] = 24,
+    rounds: Annotated[int, typer.Option(min=2, help="Batches of each row of redundancy.")] = 12,
     json: JsonFile = None,
     quick: Quick = False,
 ) -> None:

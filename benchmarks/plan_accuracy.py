@@ -30,9 +30,9 @@ SEEDS = 24
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    training: AsyncOptions = field(default_factory=lambda: AsyncOptions(work="emulated", steps=12))
+    training: AsyncOptions = field(default_factory=lambda: AsyncOptions(work="emulated", steps=24))
     redundancy: RedundancyOptions = field(
-        default_factory=lambda: RedundancyOptions(mean_s=0.15, normal_std_s=0.075, lognormal_std_s=0.75, rounds=6)
+        default_factory=lambda: RedundancyOptions(mean_s=0.15, normal_std_s=0.075, lognormal_std_s=0.75, rounds=12)
     )
     distributions: tuple[str, ...] = ("normal", "lognormal")
     parts: tuple[str, ...] = ("async", "redundancy")
