@@ -159,7 +159,7 @@ def _workload(
         return MeasuredWorkload([[PlannedEpisode(turns, max(mean_s - turns * turn_s, 0.0))]]), (note,)
     episodes = [[_episode(trajectory, turn_s) for trajectory in group] for group in groups]
     times = np.array([fmean(trajectory.duration_s for trajectory in group) for group in groups])
-    return MeasuredWorkload(episodes, tuple(_tilt(times, mean_s)), likeness_of(groups)), ()
+    return MeasuredWorkload(episodes, tuple(_tilt(times, mean_s)), intraclass_correlation_of(groups)), ()
 
 
 def _episode(trajectory: Trajectory, turn_s: float) -> PlannedEpisode:
@@ -167,7 +167,7 @@ def _episode(trajectory: Trajectory, turn_s: float) -> PlannedEpisode:
     return PlannedEpisode(turns, max(trajectory.duration_s - turns * turn_s, 0.0))
 
 
-def likeness_of(groups: Sequence[Sequence[Trajectory]]) -> float:
+def intraclass_correlation_of(groups: Sequence[Sequence[Trajectory]]) -> float:
     """Return the intraclass correlation of the logarithms of episodes' times, 0 to 1; 1 for fewer than two groups of
     several.
 

@@ -41,14 +41,14 @@ class AssumedWorkload:
 class MeasuredWorkload:
     """Recorded groups, drawn whole to keep siblings alike.
 
-    Members beyond those recorded are drawn from the group with probability `likeness`, else from any group: from the group
-    alone, one very long episode would have a second one as long far too often.
+    Members beyond those recorded are drawn from the group with probability `intraclass_correlation`, else from any group:
+    from the group alone, a very long episode would have a second one as long too often.
     """
 
     groups: Sequence[Sequence[PlannedEpisode]]
     weights: tuple[float, ...] = ()
     """Chance of each group; empty: equal."""
-    likeness: float = 1.0
+    intraclass_correlation: float = 1.0
     """Intraclass correlation of episodes' times."""
 
     def draw_group(self, rng: np.random.Generator, members: int) -> list[PlannedEpisode]:
@@ -56,7 +56,7 @@ class MeasuredWorkload:
         order = rng.permutation(len(recorded))
         episodes = [recorded[i] for i in order[:members]]
         while len(episodes) < members:
-            source = recorded if rng.random() < self.likeness else self.groups[self._draw(rng)]
+            source = recorded if rng.random() < self.intraclass_correlation else self.groups[self._draw(rng)]
             episodes.append(source[int(rng.integers(len(source)))])
         return episodes
 

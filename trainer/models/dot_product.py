@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 def dot_product_attention(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
-    """Compute `scaled_dot_product_attention` in the inputs' dtype, on a CPU in float32.
+    """Compute `scaled_dot_product_attention`, on a CPU in float32; the result has the query's dtype.
 
     PyTorch's backward pass on a CPU converts each small block of half-precision operands, which takes up to twice the time.
     """

@@ -10,7 +10,7 @@ from offbeat.deploy.config.loader import load_run
 from offbeat.deploy.plan.measurements import (
     MetricRow,
     PlanError,
-    likeness_of,
+    intraclass_correlation_of,
     measure,
     read_batches,
     read_measures,
@@ -108,23 +108,23 @@ def test_equal_turns_do_not_depend_on_concurrency():
     assert times.seconds(1) == pytest.approx(0.03)
 
 
-def test_likeness_is_the_intraclass_correlation_of_the_logarithms():
+def test_intraclass_correlation_is_that_of_the_logarithms():
     """Logarithms 0, 2 and 4, 6: mean squares 16 between groups and 2 within; ragged ones by Shrout and Fleiss' size."""
     groups = [[timed(0, 1.0), timed(1, np.exp(2.0))], [timed(0, np.exp(4.0)), timed(1, np.exp(6.0))]]
-    assert likeness_of(groups) == pytest.approx((16 - 2) / (16 + 2))
+    assert intraclass_correlation_of(groups) == pytest.approx((16 - 2) / (16 + 2))
     ragged = [[timed(i, np.exp(x)) for i, x in enumerate((0.0, 2.0))], [timed(i, np.exp(4.0 + i)) for i in range(3)]]
     between, within, size = 2 * 2.4**2 + 3 * 1.6**2, (2 + 2) / 3, 5 - 13 / 5
-    assert likeness_of(ragged) == pytest.approx((between - within) / (between + (size - 1) * within))
+    assert intraclass_correlation_of(ragged) == pytest.approx((between - within) / (between + (size - 1) * within))
 
 
-def test_likeness_of_independent_and_of_equal_siblings():
+def test_intraclass_correlation_of_independent_and_of_equal_siblings():
     rng = np.random.default_rng(0)
     independent = [[timed(i, float(rng.lognormal())) for i in range(8)] for _ in range(100)]
-    assert likeness_of(independent) < 0.05
+    assert intraclass_correlation_of(independent) < 0.05
     equal = [[timed(i, float(number + 1)) for i in range(3)] for number in range(4)]
-    assert likeness_of(equal) == 1.0
-    assert likeness_of([[timed(0, 1.0)] * 2] * 3) == 1.0
-    assert likeness_of([]) == likeness_of([[timed(0, 1.0)], [timed(0, 2.0)]]) == 1.0
+    assert intraclass_correlation_of(equal) == 1.0
+    assert intraclass_correlation_of([[timed(0, 1.0)] * 2] * 3) == 1.0
+    assert intraclass_correlation_of([]) == intraclass_correlation_of([[timed(0, 1.0)], [timed(0, 2.0)]]) == 1.0
 
 
 def test_recorded_groups_are_weighted_to_the_mean_of_all_episodes():

@@ -63,8 +63,8 @@ def test_measured_groups_are_drawn_whole_by_weight():
 def test_further_members_are_drawn_from_any_group_unless_siblings_are_alike():
     groups = [[PlannedEpisode(1, 0.1)] * 2, [PlannedEpisode(2, 0.2)] * 2]
     rng = np.random.default_rng(0)
-    for likeness, expected in ((1.0, 1.0), (0.0, 0.5), (0.5, 0.75)):
-        workload = MeasuredWorkload(groups, likeness=likeness)
+    for correlation, expected in ((1.0, 1.0), (0.0, 0.5), (0.5, 0.75)):
+        workload = MeasuredWorkload(groups, intraclass_correlation=correlation)
         drawn = [workload.draw_group(rng, 3) for _ in range(2000)]
         assert np.mean([group[2] == group[0] for group in drawn]) == pytest.approx(expected, abs=0.04)
 
@@ -73,7 +73,7 @@ def test_one_more_member_than_recorded_ends_groups_of_a_heavy_tail_as_soon_as_it
     """The first 8 of 9, from 200 recorded groups of 8, against 9 independent episodes."""
     rng = np.random.default_rng(0)
     groups = [[PlannedEpisode(1, float(value)) for value in row] for row in rng.lognormal(0.0, 1.8, (200, 8))]
-    drawn = MeasuredWorkload(groups, likeness=0.0)
+    drawn = MeasuredWorkload(groups, intraclass_correlation=0.0)
     times = [sorted(episode.env_s for episode in drawn.draw_group(rng, 9))[7] for _ in range(20_000)]
     expected = np.sort(rng.lognormal(0.0, 1.8, (20_000, 9)), axis=1)[:, 7]
     slowest = np.array(times).reshape(-1, 32).max(1).mean(), expected.reshape(-1, 32).max(1).mean()
