@@ -483,10 +483,14 @@ async def test_a_packed_matrix_that_differs_is_noticed() -> None:
             return x @ self.weight.T
 
     wanted = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
-    assert _probe_agrees(Packed(wanted.clone()), wanted)
     nudged = wanted.clone()
     nudged[17] += 3e-3
-    assert not _probe_agrees(Packed(nudged), wanted)
+    for parts in ([wanted], list(wanted.split([16, 48]))):
+        assert _probe_agrees(Packed(wanted.clone()), parts)
+        assert not _probe_agrees(Packed(nudged), parts)
+    rounded = wanted.bfloat16()
+    assert _probe_agrees(Packed(rounded.clone()), [rounded])
+    assert not _probe_agrees(Packed(rounded.roll(1, 0)), [rounded])
 
 
 async def test_one_workers_part_of_a_layer_is_not_compared() -> None:
@@ -498,8 +502,19 @@ async def test_one_workers_part_of_a_layer_is_not_compared() -> None:
             self.tp_size = tp_size
 
     file = torch.ones(12, 8)
-    assert _agrees(Layer(2), torch.zeros(32, 8), file)
-    assert not _agrees(Layer(1), torch.zeros(32, 8), file)
+    assert _agrees(Layer(2), torch.zeros(32, 8), [file])
+    assert not _agrees(Layer(1), torch.zeros(32, 8), [file])
+
+
+async def test_rows_are_compared_with_the_files_tensors_one_after_the_other() -> None:
+    from offbeat.services.generation.vllm.loading import _agrees
+
+    parts = [torch.arange(8.0).view(2, 4), torch.arange(12.0).view(3, 4)]
+    joined = torch.cat([*parts, torch.ones(3, 4)])  # rows beyond a small vocabulary's
+    assert _agrees(object(), joined, parts)
+    assert not _agrees(object(), joined, parts[::-1])
+    joined[4, 3] += 1
+    assert not _agrees(object(), joined, parts)
 
 
 async def test_the_handle_of_device_memory_survives_json() -> None:
