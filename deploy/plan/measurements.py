@@ -28,6 +28,7 @@ ANNOUNCE_S = 0.01
 """Assumed time from a publish's return to its announcement."""
 WARM_UP_STEPS = 1
 MIN_EPISODE_S = 1e-6
+"""Of an episode whose logarithm is taken."""
 FITTED_TO = 4.0
 """Factor beyond the highest measured concurrency for the fitted line."""
 
