@@ -53,11 +53,14 @@ def gradient_norms(run: Run) -> dict[int, float]:
 def follower_of(learner: "subprocess.Popen[bytes]") -> psutil.Process:
     """Rank 1."""
 
-    def found() -> list[psutil.Process]:
-        return [p for p in psutil.Process(learner.pid).children() if "offbeat.trainer.cli" in p.cmdline()]
+    found: list[psutil.Process] = []
 
-    wait_until_sync(lambda: len(found()) == 1, timeout_s=240)
-    return found()[0]
+    def is_found() -> bool:
+        found[:] = [p for p in psutil.Process(learner.pid).children() if "offbeat.trainer.cli" in p.cmdline()]
+        return len(found) == 1
+
+    wait_until_sync(is_found, timeout_s=240)
+    return found[0]
 
 
 async def set_paused(run: Run, paused: bool) -> None:
