@@ -66,15 +66,18 @@ class Overview:
             return await self._view(record)
 
     async def _view(self, record: RunRecord) -> RunView:
-        store, run_id = self._store, record.run_id
+        store, components, run_id = self._store, self._store.components, record.run_id
         progress, observations, restarts, reports = await asyncio.gather(
-            store.progress(run_id), store.observations(run_id), store.restarts(run_id), store.reports(run_id)
+            components.progress(run_id),
+            components.observations(run_id),
+            components.restarts(run_id),
+            components.reports(run_id),
         )
         snapshot, learner, changes, records = await asyncio.gather(
             self._buffer.snapshot(run_id),
-            store.learner(run_id),
+            components.learner(run_id),
             store.changes(run_id),
-            store.metrics_since(run_id, store.clock() - RATE_WINDOW_S),
+            components.metrics_since(run_id, store.clock() - RATE_WINDOW_S),
         )
         settings = settings_now(record.settings, changes)
         return RunView(
@@ -113,9 +116,12 @@ class Overview:
             return chain(await self._snapshot(record))
 
     async def _snapshot(self, record: RunRecord) -> RunSnapshot:
-        store, run_id = self._store, record.run_id
+        store, components, run_id = self._store, self._store.components, record.run_id
         observations, learner, progress, reports = await asyncio.gather(
-            store.observations(run_id), store.learner(run_id), store.progress(run_id), store.reports(run_id)
+            components.observations(run_id),
+            components.learner(run_id),
+            components.progress(run_id),
+            components.reports(run_id),
         )
         snapshot, groups = await asyncio.gather(self._buffer.snapshot(run_id), self._buffer.groups(run_id))
         return RunSnapshot(

@@ -276,14 +276,14 @@ class Reconciler:
 
     async def _find_untrained(self, record: RunRecord) -> str:
         """Return why a finished run learned nothing."""
-        learner = await self._store.learner(record.run_id)
+        learner = await self._store.components.learner(record.run_id)
         return "" if learner.has_trained else describe_untrained(learner.findings)
 
     async def _find_broken_env(self, record: RunRecord) -> str:
         """Return an error if every episode failed before the first step."""
-        if (await self._store.progress(record.run_id)).step > 0:
+        if (await self._store.components.progress(record.run_id)).step > 0:
             return ""
-        reports = await self._store.reports(record.run_id)
+        reports = await self._store.components.reports(record.run_id)
         failing = FailingEpisodes.of(reports.workers.values(), since=record.started_at)
         return failing.describe_all() if failing.all_failed else ""
 
@@ -325,15 +325,15 @@ class Reconciler:
 
     async def _count(self, run_id: str, component: str, observation: Observation) -> Restarts:
         """Count a death, once per incident."""
-        before = (await self._store.restarts(run_id)).get(component, Restarts())
+        before = (await self._store.components.restarts(run_id)).get(component, Restarts())
         if before.incident == observation.incident:
             return before
-        step = (await self._store.progress(run_id)).step
+        step = (await self._store.components.progress(run_id)).step
         count = before.count + 1 if step <= before.step else 1
         now = self._store.clock()
         restarts = Restarts(count, before.total + 1, now, observation.incident, step, has_recovered=False)
         logger.warning("run %s: %s is dead (%s), restart %d", run_id, component, observation.detail, restarts.total)
-        await self._store.set_restarts(run_id, component, restarts, observation.detail)
+        await self._store.components.set_restarts(run_id, component, restarts, observation.detail)
         return restarts
 
     async def _observe(self, record: RunRecord, components: Sequence[Component]) -> dict[str, Observation]:
@@ -347,7 +347,7 @@ class Reconciler:
 
         results = await asyncio.gather(*(observe(component) for component in components))
         observations = {component.name: observation for component, observation in zip(components, results, strict=True)}
-        await self._store.set_observations(record.run_id, observations)
+        await self._store.components.set_observations(record.run_id, observations)
         self.redis_trouble = ""
         return observations
 

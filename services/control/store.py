@@ -5,7 +5,6 @@ holder of its claims; its epoch never decreases.
 """
 
 import fnmatch
-import json
 import math
 import secrets
 import time
@@ -14,26 +13,20 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 from redis.asyncio import Redis
-from redis.asyncio.client import Pipeline
 
 from offbeat.services.control.claims import Claims, Holder, claims_of, find_conflict, write_claims
-from offbeat.services.control.interfaces import Health, Observation
+from offbeat.services.control.component_store import ComponentStore, write_event
 from offbeat.services.control.run import (
     BusyError,
-    ComponentReports,
     DesiredState,
     ForeignRecordError,
-    LearnerReport,
     LostRecordError,
-    Restarts,
     RunExistsError,
     RunRecord,
     RunSpec,
     RunState,
     RunStateError,
     UnknownRunError,
-    WeightProgress,
-    decode_fields,
 )
 from offbeat.services.keys import RUNS, RunKeys, claims_key, slots_key, split_claim
 from offbeat.services.live_settings import (
@@ -49,7 +42,6 @@ ORPHANED_AFTER_S = 30.0
 """Time without reconciliation after which a run is inactive."""
 ATTEMPT_FIELDS = ("restarts", "components", "learner", "doing")
 """Fields cleared at each start."""
-MAX_HISTORY = 1000
 REPORT_DUE, REPORT_WRITTEN, REPORT_FAILED = "due", "written", "failed"
 EPOCH_TTL_S = 7 * 24 * 3600
 """Retention of a deleted run's epoch; exceeds any learner's isolation."""
@@ -63,6 +55,10 @@ class RunStore:
     """Infinite if this service alone reconciles all runs."""
     attended: set[str] = field(default_factory=set[str])
     """Active runs whose records a reconciler of this process restores."""
+
+    @property
+    def components(self) -> ComponentStore:
+        return ComponentStore(self.redis, self.clock)
 
     @repeat_transaction
     async def create(self, spec: RunSpec, *, takeover: bool = False) -> tuple[RunRecord, bool]:
@@ -101,7 +97,7 @@ class RunStore:
             write_claims(pipe, claims)
             if spec.resume and old and (values := _differences(old.settings, spec.settings)):
                 pipe.rpush(keys.changes, encode_change(values, self.clock()))
-            self._note(pipe, spec.run_id, "created", {"attempt": record.attempt})
+            write_event(pipe, spec.run_id, "created", {"attempt": record.attempt})
             await pipe.execute()
             return record, True
 
@@ -234,7 +230,7 @@ class RunStore:
                 return record
             pipe.multi()
             pipe.hset(key, "wanted", wanted.value)
-            self._note(pipe, run_id, "wanted", {"wanted": wanted.value})
+            write_event(pipe, run_id, "wanted", {"wanted": wanted.value})
             await pipe.execute()
             return replace(record, wanted=wanted)
 
@@ -263,7 +259,7 @@ class RunStore:
             change = Change(dict(values), self.clock())
             pipe.multi()
             pipe.rpush(RunKeys(run_id).changes, encode_change(change.values, change.at))
-            self._note(pipe, run_id, "asked", {"values": change.values})
+            write_event(pipe, run_id, "asked", {"values": change.values})
             await pipe.execute()
             return change
 
@@ -286,7 +282,7 @@ class RunStore:
             pipe.hset(RunKeys(run_id).record, mapping=cast(dict[Any, Any], mapping))
             if "state" in changes:
                 event = {name: changes[name] for name in ("state", "error") if changes.get(name)}
-                self._note(pipe, run_id, "state", event)
+                write_event(pipe, run_id, "state", event)
             await pipe.execute()
 
     @repeat_transaction
@@ -322,74 +318,6 @@ class RunStore:
         if not record.state.is_terminal:
             raise RunStateError(f"run {run_id!r} is {record.state}: stop it first")
 
-    async def progress(self, run_id: str) -> WeightProgress:
-        raw = await cast(Any, self.redis.hgetall(RunKeys(run_id).progress))
-        return WeightProgress(int(raw.get(b"version", -1)), int(raw.get(b"step", -1)))
-
-    async def restarts(self, run_id: str) -> dict[str, Restarts]:
-        return _decode_restarts(await cast(Any, self.redis.hgetall(RunKeys(run_id).key("restarts"))))
-
-    async def set_restarts(self, run_id: str, component: str, restarts: Restarts, why: str) -> None:
-        """Store a component's deaths and the last one's reason."""
-        async with self.redis.pipeline() as pipe:
-            pipe.hset(RunKeys(run_id).key("restarts"), component, json.dumps(asdict(restarts)))
-            detail = {"component": component, "why": why, "restarts": restarts.total, "step": max(restarts.step, 0)}
-            self._note(pipe, run_id, "died", detail)
-            await pipe.execute()
-
-    async def set_observations(self, run_id: str, seen: dict[str, Observation]) -> None:
-        """Store the components' states and the heartbeat; note recoveries."""
-        mapping = {name: json.dumps(asdict(observation)) for name, observation in seen.items()}
-        async with self.redis.pipeline() as pipe:
-            pipe.hgetall(RunKeys(run_id).key("restarts"))
-            if mapping:
-                pipe.hset(RunKeys(run_id).key("components"), mapping=cast(dict[Any, Any], mapping))
-            pipe.hset(RunKeys(run_id).record, "beat", str(self.clock()))
-            restarts, *_ = await pipe.execute()
-        await self._note_recoveries(run_id, _decode_restarts(restarts), seen)
-
-    async def _note_recoveries(
-        self, run_id: str, restarts: Mapping[str, Restarts], seen: Mapping[str, Observation]
-    ) -> None:
-        recovered = {
-            name: replace(deaths, has_recovered=True)
-            for name, deaths in restarts.items()
-            if not deaths.has_recovered and name in seen and seen[name].health is Health.READY
-        }
-        if not recovered:
-            return
-        step = max((await self.progress(run_id)).step, 0)
-        async with self.redis.pipeline() as pipe:
-            for name, deaths in recovered.items():
-                pipe.hset(RunKeys(run_id).key("restarts"), name, json.dumps(asdict(deaths)))
-                self._note(pipe, run_id, "recovered", {"component": name, "step": step})
-            await pipe.execute()
-
-    async def observations(self, run_id: str) -> dict[str, Observation]:
-        return _decode_observations(await cast(Any, self.redis.hgetall(RunKeys(run_id).key("components"))))
-
-    async def learner(self, run_id: str) -> LearnerReport:
-        key = RunKeys(run_id).record
-        return LearnerReport.decode(await cast(Any, self.redis.hmget(key, list(LearnerReport.FIELDS))))
-
-    async def reports(self, run_id: str) -> ComponentReports:
-        keys = RunKeys(run_id)
-        async with self.redis.pipeline(transaction=False) as pipe:
-            pipe.hgetall(keys.doing)
-            pipe.hgetall(keys.served)
-            pipe.exists(keys.lease)
-            return ComponentReports.decode(*await pipe.execute())
-
-    async def metrics_since(self, run_id: str, at: float) -> list[bytes]:
-        """Return encoded metric records since a Unix time, oldest first."""
-        entries = await self.redis.xrange(RunKeys(run_id).metrics, min=int(at * 1000))
-        return [fields[b"r"] for _, fields in entries]
-
-    @staticmethod
-    def _note(pipe: Pipeline, run_id: str, event: str, detail: Mapping[str, Any]) -> None:
-        entry = {"e": event, "d": json.dumps(detail)}
-        pipe.xadd(RunKeys(run_id).history, cast(dict[Any, Any], entry), maxlen=MAX_HISTORY, approximate=True)
-
     async def _keys_of(self, run_id: str) -> list[bytes]:
         keys = RunKeys(run_id)
         pattern = keys.prefix.replace("[", r"\[").replace("?", r"\?") + "*"
@@ -400,14 +328,6 @@ class RunStore:
 def claim_keys(spec: RunSpec) -> list[str]:
     """Return the keys that decide on a start's claims."""
     return [key for kind in spec.claims for key in (claims_key(kind), slots_key(kind))]
-
-
-def _decode_observations(raw: Mapping[bytes, bytes]) -> dict[str, Observation]:
-    return {name.decode(): decode_fields(Observation, value, health=Health) for name, value in raw.items()}
-
-
-def _decode_restarts(raw: Mapping[bytes, bytes]) -> dict[str, Restarts]:
-    return {name.decode(): decode_fields(Restarts, value) for name, value in raw.items()}
 
 
 def _is_before(end: bytes | None, at: float) -> bool:

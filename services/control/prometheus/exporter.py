@@ -83,12 +83,15 @@ class PrometheusExporter:
         return run_id, samples
 
     async def _read(self, record: RunRecord) -> ExportedRun:
-        store, run_id = self._store, record.run_id
+        store, components, run_id = self._store, self._store.components, record.run_id
         progress, observations, restarts, reports = await asyncio.gather(
-            store.progress(run_id), store.observations(run_id), store.restarts(run_id), store.reports(run_id)
+            components.progress(run_id),
+            components.observations(run_id),
+            components.restarts(run_id),
+            components.reports(run_id),
         )
         learner, buffer, changes = await asyncio.gather(
-            store.learner(run_id), self._buffer.snapshot(run_id), store.changes(run_id)
+            components.learner(run_id), self._buffer.snapshot(run_id), store.changes(run_id)
         )
         settings = settings_now(record.settings, changes)
         return ExportedRun(store.clock(), record, progress, observations, restarts, reports, learner, buffer, settings)

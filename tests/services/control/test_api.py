@@ -141,7 +141,7 @@ async def test_bad_calls_are_answered_by_4xx_that_a_program_can_read(
 
 async def test_a_run_tells_its_state_counters_and_components(api: ApiHarness):
     await api.start("a")
-    await api.store.set_observations("a", {"learner": Observation(Health.DEAD, "exit code 1")})
+    await api.store.components.set_observations("a", {"learner": Observation(Health.DEAD, "exit code 1")})
     redis: Any = api.redis
     shown = {"loss": 1.5, "staleness": 0.25, "staleness_max": 1.0}
     await redis.hset(RunKeys("a").record, mapping={"learner_phase": "training", "learner_metrics": json.dumps(shown)})

@@ -111,7 +111,7 @@ async def test_one_death_counts_once_however_often_it_is_seen(reconciler: Reconc
     mesh["learner"].die()
     for _ in range(5):
         await reconciler.reconcile("lake")
-    assert (await store.restarts("lake"))["learner"].count == 2
+    assert (await store.components.restarts("lake"))["learner"].count == 2
 
 
 async def test_a_component_that_always_dies_fails_the_run_with_cause_and_log(

@@ -49,7 +49,7 @@ async def test_a_component_silenced_by_a_read_only_redis_is_not_replaced(
         passes.clear()
         await wait_until(lambda: len(passes) > 3)
         assert mesh["learner"].starts == 1
-        assert await store.restarts("lake") == {}
+        assert await store.components.restarts("lake") == {}
         mesh["learner"].die("really")
         await wait_until(lambda: mesh["learner"].starts == 2)
     finally:
@@ -142,7 +142,7 @@ async def test_a_preparation_that_fails_in_an_outage_is_retried(
         with pytest.raises(RetryableError):
             await reconciler.reconcile("lake")
     await reconcile_until(reconciler, RunState.RUNNING)
-    assert await store.restarts("lake") == {}
+    assert await store.components.restarts("lake") == {}
 
 
 @pytest.mark.parametrize("missed_by_all", [True, False])
@@ -163,5 +163,5 @@ async def test_a_start_that_fails_in_an_outage_counts_once_redis_is_back(
     mesh["learner"].ensure = fails
     for _ in range(3):
         await reconciler.reconcile("lake")
-    counted = {name: restarts.total for name, restarts in (await store.restarts("lake")).items()}
+    counted = {name: restarts.total for name, restarts in (await store.components.restarts("lake")).items()}
     assert counted == ({} if missed_by_all else {"learner": 1})

@@ -103,7 +103,7 @@ async def test_a_run_that_nobody_looks_after_any_more_is_replaced(store: RunStor
 async def test_a_run_that_is_looked_after_is_not_taken_for_an_orphan(store: RunStore):
     await store.create(SPEC)
     clock_of(store).now += ORPHANED_AFTER_S + 1
-    await store.set_observations("lake", {"learner": Observation(Health.READY)})
+    await store.components.set_observations("lake", {"learner": Observation(Health.READY)})
     with pytest.raises(RunExistsError):
         await store.create(OTHER)
     _, new = await store.create(OTHER, takeover=True)
@@ -165,7 +165,7 @@ async def test_an_unknown_run_is_named(store: RunStore):
 
 async def test_a_deleted_run_leaves_no_key_but_its_epoch_for_a_while(store: RunStore):
     await store.create(SPEC)
-    await store.set_observations("lake", {"learner": Observation(Health.READY)})
+    await store.components.set_observations("lake", {"learner": Observation(Health.READY)})
     with pytest.raises(RunStateError, match="stop it first"):
         await store.delete("lake")
     await store.update("lake", state=RunState.FAILED)
@@ -250,24 +250,26 @@ async def test_history_tells_what_was_commanded_and_what_became_of_it(store: Run
 async def test_a_recovery_is_noted_once_for_what_had_died(store: RunStore):
     await store.create(SPEC)
     for health in (Health.STARTING, Health.READY, Health.DEAD):
-        await store.set_observations("lake", {name: Observation(health) for name in ("learner", "workers")})
-    await store.set_restarts("lake", "learner", Restarts(1, 1, 7.0, "x", step=4, has_recovered=False), "exit code 1")
+        await store.components.set_observations("lake", {name: Observation(health) for name in ("learner", "workers")})
+    await store.components.set_restarts(
+        "lake", "learner", Restarts(1, 1, 7.0, "x", step=4, has_recovered=False), "exit code 1"
+    )
     for health in (Health.STARTING, Health.READY, Health.STARTING, Health.READY):  # the second is no death
-        await store.set_observations("lake", {name: Observation(health) for name in ("learner", "workers")})
+        await store.components.set_observations("lake", {name: Observation(health) for name in ("learner", "workers")})
     entries = await store.redis.xrange(RunKeys("lake").history)
     noted = [(fields[b"e"].decode(), json.loads(fields[b"d"])) for _, fields in entries][1:]
     assert noted == [
         ("died", {"component": "learner", "why": "exit code 1", "restarts": 1, "step": 4}),
         ("recovered", {"component": "learner", "step": 0}),
     ]
-    assert (await store.restarts("lake"))["learner"].total == 1
+    assert (await store.components.restarts("lake"))["learner"].total == 1
 
 
 async def test_observations_come_back(store: RunStore):
     await store.create(SPEC)
     seen = {"learner": Observation(Health.DEAD, "exit code 1", "logs/learner.out", "x")}
-    await store.set_observations("lake", seen)
-    assert await store.observations("lake") == seen
+    await store.components.set_observations("lake", seen)
+    assert await store.components.observations("lake") == seen
 
 
 async def test_all_metrics_of_a_stretch_count_however_many_workers_tell_some(store: RunStore):
@@ -276,7 +278,7 @@ async def test_all_metrics_of_a_stretch_count_however_many_workers_tell_some(sto
         for _ in range(6_000):
             pipe.xadd(RunKeys("lake").metrics, {"r": played})
         await pipe.execute()
-    assert len(await store.metrics_since("lake", 1.0)) == 6_000
+    assert len(await store.components.metrics_since("lake", 1.0)) == 6_000
 
 
 async def test_a_run_started_again_while_it_is_deleted_stays(store: RunStore, monkeypatch: pytest.MonkeyPatch):

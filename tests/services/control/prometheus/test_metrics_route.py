@@ -52,10 +52,10 @@ async def append(api: ApiHarness, source: str, values: Mapping[str, Partial], st
 
 async def test_a_run_is_exported_with_its_state(api: ApiHarness):
     await api.start("a")
-    await api.store.set_observations(
+    await api.store.components.set_observations(
         "a", {"learner": Observation(Health.READY), "generation": Observation(Health.DEAD)}
     )
-    await api.store.set_restarts("a", "generation", Restarts(count=1, total=3), "killed")
+    await api.store.components.set_restarts("a", "generation", Restarts(count=1, total=3), "killed")
     report = encode_report(ReplicaReport(version=-1, at=api.store.clock()))
     await api.redis.hset(RunKeys("a").served, "r1", report)  # type: ignore[misc]
     scraped = await scrape(api)
