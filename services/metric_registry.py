@@ -296,6 +296,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "rollout", "generation_calls", "requests", "Calls of the generation service; each samples a batch of turns."
     ),
+    Metric("rollout", "cpu_s", "s", "CPU time of the workers' processes, with the envs that run in them."),
     Metric("rollout", "env/{name}", "", "Mean of an env's metric whose name is one of those above."),
     Metric("rollout", "{env_metric}", "", "Mean of any other metric that an env or agent reports."),
     Metric("generation", "tokens", "tokens", "Tokens that engines sampled, those of evaluations included."),

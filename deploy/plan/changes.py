@@ -28,9 +28,9 @@ def single_changes(setup: Setup, measures: Measures, per_worker: int) -> Iterato
     yield _of(setup, measures, f"max_staleness={staleness:g}", max_staleness=staleness)
     groups = max(round(limits.max_groups_in_flight * GROUP_FACTOR), limits.max_groups_in_flight + 1)
     yield with_groups(setup, measures, groups, per_worker)
-    if setup.slots < limits.max_groups_in_flight * members:
-        slots = limits.max_groups_in_flight * members
-        workers = -(-slots // per_worker)
+    workers = -(-limits.max_groups_in_flight * members // per_worker)
+    if workers > setup.num_workers or measures.worker_s:
+        workers = max(workers, setup.num_workers + 1)
         more = replace(setup, slots=workers * per_worker, num_workers=workers)
         yield SettingChange(f"rollout.num_workers={workers}", more, measures)
     if setup.order == "admission":

@@ -26,6 +26,8 @@ class ClosedForms:
     """groups per step x mean group / groups in flight, as slots of early members stay empty."""
     engine_step_s: float
     """Turns of a batch / turns per second of the engines."""
+    worker_step_s: float
+    """Turns of a batch x CPU time of a turn / env workers."""
     sync_step_s: float
     """Slowest group of a batch, then training (`max_staleness: 0`)."""
 
@@ -37,7 +39,7 @@ class ClosedForms:
     @property
     def rollout_step_s(self) -> float:
         """Rollouts alone, with groups."""
-        return max(self.slots_step_s, self.groups_step_s, self.engine_step_s)
+        return max(self.slots_step_s, self.groups_step_s, self.engine_step_s, self.worker_step_s)
 
 
 def closed_forms(setup: Setup, measures: Measures, seed: int = 0) -> ClosedForms:
@@ -48,7 +50,8 @@ def closed_forms(setup: Setup, measures: Measures, seed: int = 0) -> ClosedForms
     count = float(min(setup.slots, limits.max_groups_in_flight * members))
     times, busy = turns, count
     for _ in range(8):  # members that have ended leave the engines to the others of their group
-        times = turns * _turn_s(busy, measures, float(env_s.sum() / turns.sum()), setup) + env_s
+        turn_s = _turn_s(busy, measures, float(env_s.sum() / turns.sum()), setup) + measures.worker_s
+        times = turns * turn_s + env_s
         slowest = np.sort(times, axis=1)[:, limits.group_size - 1].mean()
         busy = min(count, limits.max_groups_in_flight * members * times.mean() / slowest) if slowest else count
     slowest = np.sort(times, axis=1)[:, limits.group_size - 1]
@@ -63,6 +66,7 @@ def closed_forms(setup: Setup, measures: Measures, seed: int = 0) -> ClosedForms
         slots_step_s=played * float(times.mean()) / setup.slots,
         groups_step_s=played / members * float(slowest.mean()) / limits.max_groups_in_flight,
         engine_step_s=played * float(turns.mean()) / (setup.num_replicas * measures.turn_s.max_rate),
+        worker_step_s=played * float(turns.mean()) * measures.worker_s / setup.num_workers,
         sync_step_s=float(sync_s) + train_s + measures.announce_s + measures.serve_s,
     )
 

@@ -99,7 +99,8 @@ def measure(
     counted, before = steps[WARM_UP_STEPS:], steps[WARM_UP_STEPS - 1]
     played = _begun_after(before.time, played)
     turn_s, mean_turn_s = _fit_turns(played, rows, num_replicas)
-    workload, notes = _workload(groups, played, mean_turn_s)
+    worker_s = _worker_s([row for row in rows if row.source == "rollout" and row.time >= before.time])
+    workload, notes = _workload(groups, played, mean_turn_s + worker_s)
     span_s = counted[-1].time - before.time
     trajectories = _total(counted, "trajectories")
     fixed_s, per_token_s = _fit_training(counted)
@@ -116,6 +117,7 @@ def measure(
         serve_s=_mean(rows, "generation", "load_s") + _mean(rows, "generation", "pause_s"),
         other_s=max(span_s / len(counted) - sum(busy.values()), 0.0),
         refilled=refilled / max(refilled + _total(counted, "groups"), 1.0),
+        worker_s=worker_s,
     )
     return Measured(
         measures=measures,
@@ -226,6 +228,12 @@ def _fit_turns(played: Sequence[MetricRow], rows: Sequence[MetricRow], num_repli
     if slope_s * highest < 0.01 * mean_s:
         return TurnTimes(((1.0, mean_s),)), mean_s
     return TurnTimes(((1.0, fixed_s + slope_s), (highest, fixed_s + slope_s * highest))), mean_s
+
+
+def _worker_s(rows: Sequence[MetricRow]) -> float:
+    """Return a worker's CPU time of a turn, evaluations' included; 0 if earlier builds did not record it."""
+    turns = _total(rows, "turns")
+    return _total(rows, "cpu_s") / turns if turns else 0.0
 
 
 def _fit_training(steps: Sequence[MetricRow]) -> tuple[float, float]:

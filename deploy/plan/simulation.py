@@ -129,11 +129,19 @@ class Simulation:
             self._at(at + member.turns * (turn_s + member.env_s), self._end, member)
 
     def _sample(self, member: _Member) -> None:
+        if not member.is_held:
+            return
+        at = self._workers[member.group.number % len(self._workers)].serve(self._now, self._measures.worker_s)
+        if at > self._now:
+            self._at(at, self._generate, member)
+        else:
+            self._generate(member)
+
+    def _generate(self, member: _Member) -> None:
         if member.is_held:
             self._generating += 1
-            at = self._workers[member.group.number % len(self._workers)].serve(self._now, self._measures.worker_s)
             seconds = self._measures.turn_s.seconds(self._generating / self._setup.num_replicas)
-            self._at(at + seconds, self._act, member)
+            self._at(self._now + seconds, self._act, member)
 
     def _act(self, member: _Member) -> None:
         self._generating -= 1

@@ -92,6 +92,7 @@ def _cells(setting: Setting) -> Mapping[str, str]:
         "lags": lags,
         "learner idle": f"{at.learner_idle:.0%}",
         "slots empty": f"{at.slots_empty:.0%}",
+        **({"busiest env worker's CPU": f"{at.worker_busy:.0%}"} if at.worker_busy else {}),
         "dropped groups": dropped,
         "Redis": f"{memory.redis_mib:,.0f} MiB",
         "KV cache of an engine": kv,

@@ -15,6 +15,7 @@ from offbeat.services.control.causes import (
 )
 from offbeat.services.control.explain_episodes import (
     count_waits,
+    explain_computing,
     explain_episodes,
     explain_evaluation,
     explain_workers,
@@ -281,7 +282,7 @@ def _group(snapshot: RunSnapshot, group: GroupProgress) -> list[Cause]:
     text = f"{still} of its {group.size} episodes {'is' if still == 1 else 'are'} still running"
     longest = longest_wait(waits)
     first = Cause(f"group {group.number}", "playing", text, "episodes", detail=_progress(group))
-    return [first, *explain_episodes(snapshot, waits, longest, still)]
+    return [first, *explain_episodes(snapshot, waits, longest, still), *explain_computing(snapshot)]
 
 
 def _progress(group: GroupProgress) -> dict[str, Any]:

@@ -5,6 +5,9 @@ from typing import Any
 
 from offbeat.services.control.causes import MAX_REPORT_AGE_S, Cause, RunSnapshot, for_seconds
 
+COMPUTING_SHARE = 0.9
+"""Share of a core from which a worker, whose Python code runs on one, delays its episodes."""
+
 
 def explain_workers(snapshot: RunSnapshot, opening: str) -> Cause:
     alive = snapshot.buffer.workers
@@ -15,6 +18,22 @@ def explain_workers(snapshot: RunSnapshot, opening: str) -> Cause:
     playing = sum(worker.episodes for worker in alive)
     text = f"{opening}{len(alive)} env worker(s) run {playing} episodes and claim more as slots become free"
     return Cause("env workers", "busy", text, detail={"workers": len(alive)})
+
+
+def explain_computing(snapshot: RunSnapshot) -> list[Cause]:
+    """Report env workers whose episodes wait for their own process."""
+    shares = {
+        name: share
+        for name, report in snapshot.workers.items()
+        if snapshot.now - float(report.get("at", 0.0)) < MAX_REPORT_AGE_S
+        and (share := float(report.get("cpu", 0.0))) >= COMPUTING_SHARE
+    }
+    if not shares:
+        return []
+    who = f"env worker {next(iter(shares))} computes" if len(shares) == 1 else f"{len(shares)} env workers compute"
+    much = f"{who} all the time ({max(shares.values()):.2f} of a core)"
+    text = f"{much}: more of them divide the episodes (rollout.num_workers)"
+    return [Cause("env workers", "computes", text, detail=shares)]
 
 
 def explain_episodes(
@@ -89,7 +108,8 @@ def explain_evaluation(snapshot: RunSnapshot) -> list[Cause]:
     playing = sum(number for number, _ in waits.values())
     text = f"{playing} of its episodes are playing and {snapshot.buffer.queued_eval} are queued"
     second = Cause("evaluation", "playing", text, "episodes", detail={"queued": snapshot.buffer.queued_eval})
-    return [first, second, *explain_episodes(snapshot, waits, longest_wait(waits), playing)]
+    episodes = explain_episodes(snapshot, waits, longest_wait(waits), playing)
+    return [first, second, *episodes, *explain_computing(snapshot)]
 
 
 def count_waits(reports: Iterable[Mapping[str, Any]], kind: str, unit: str, now: float) -> dict[str, tuple[int, float]]:

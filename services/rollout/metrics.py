@@ -93,7 +93,7 @@ class WorkerMetrics:
         calls.env_max_s = max(calls.env_max_s, env_s)
 
     def records(
-        self, *, playing: int, hung_threads: int, calls: int, failed_attempts: Mapping[str, int]
+        self, *, playing: int, hung_threads: int, calls: int, cpu_s: float, failed_attempts: Mapping[str, int]
     ) -> list[MetricRecord]:
         """Return and reset counts: per kind and tag, and the worker's. failed_attempts: by `reward/reason`."""
         for key, counters in self._calls.items():
@@ -104,6 +104,7 @@ class WorkerMetrics:
             "playing": Partial("mean", float(playing)),
             "hung_threads": Partial("max", float(hung_threads)),
             "generation_calls": Partial("sum", float(calls)),
+            "cpu_s": Partial("sum", cpu_s),
             **{f"reward_failed/{name}": Partial("sum", float(count)) for name, count in failed_attempts.items()},
         }
         labels = {"worker": self._worker_id}

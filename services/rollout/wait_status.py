@@ -1,4 +1,4 @@
-"""Wait status of episodes, reported as counts."""
+"""Wait status of episodes, reported as counts, and the share of a core that their worker takes."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +18,18 @@ class Wait(StrEnum):
     REWARD = "reward"
     """Scores of a finished answer."""
     BUFFER = "buffer"
+
+
+class CpuShare:
+    """Cores that this process uses, 1 of one that computes all the time in one thread."""
+
+    def __init__(self) -> None:
+        self._at, self._cpu_s = time.monotonic(), time.process_time()
+
+    def take(self) -> float:
+        """Return the mean since the last call."""
+        (began, spent_s), self._at, self._cpu_s = (self._at, self._cpu_s), time.monotonic(), time.process_time()
+        return (self._cpu_s - spent_s) / (self._at - began) if self._at > began else 0.0
 
 
 @dataclass(slots=True)

@@ -29,7 +29,7 @@ from offbeat.services.rollout.outcomes import EpisodeOutcomes, key_of
 from offbeat.services.rollout.player import EpisodePlayer
 from offbeat.services.rollout.rewards import EpisodeRewards
 from offbeat.services.rollout.slots import Slot, SlotPool
-from offbeat.services.rollout.wait_status import Wait, Waiting, Waits
+from offbeat.services.rollout.wait_status import CpuShare, Wait, Waiting, Waits
 from offbeat.services.telemetry import MetricRecord
 
 logger = logging.getLogger(__name__)
@@ -106,6 +106,7 @@ class EnvWorker:
         self._ended = asyncio.Event()
         self._lost: BaseException | None = None
         self._calls_reported = 0
+        self._cpu_reported_s = time.process_time()
 
     @property
     def num_playing(self) -> int:
@@ -232,20 +233,23 @@ class EnvWorker:
         if self._board is None:
             await asyncio.Event().wait()
             return
+        cpu, share = CpuShare(), 0.0
         while True:
-            report = {**self._waits.report(), "episodes": self._outcomes.report()}
+            report = {**self._waits.report(), "episodes": self._outcomes.report(), "cpu": share}
             await retry_until_answered(lambda board=self._board, report=report: board.show(self._worker_id, report))
             await asyncio.sleep(WAIT_STATUS_INTERVAL_S)
+            share = cpu.take()
 
     async def _write_metrics(self) -> None:
-        calls = self._player.num_calls
+        calls, cpu_s = self._player.num_calls, time.process_time()
         records = self._reporter.records(
             playing=len(self._playing),
             hung_threads=self._player.envs.num_hung,
             calls=calls - self._calls_reported,
+            cpu_s=cpu_s - self._cpu_reported_s,
             failed_attempts=self._rewards.take_failures() if self._rewards is not None else {},
         )
-        self._calls_reported = calls
+        self._calls_reported, self._cpu_reported_s = calls, cpu_s
         for record in records:
             await retry_until_answered(lambda record=record: self._metrics.append(record))
 

@@ -87,7 +87,7 @@ def test_no_value_is_emitted_under_two_names():
 
 def test_the_services_metrics_are_in_the_registry():
     own = {m.name for m in METRICS if m.source == "rollout" and "{" not in m.name}
-    assert own == OWN_METRICS | {"playing", "hung_threads", "generation_calls"}
+    assert own == OWN_METRICS | {"playing", "hung_threads", "generation_calls", "cpu_s"}
     counts = Counts()
     counts.completed(Completion("r", (1, 2)), 4)
     counts.loaded(LoadTimes(0.1, 0.2))

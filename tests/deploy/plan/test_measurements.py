@@ -145,6 +145,18 @@ def test_without_recorded_batches_episodes_are_alike_and_a_note_says_so():
     assert "no batches are recorded" in measured.notes[0]
 
 
+def test_cpu_of_workers_is_divided_over_all_turns_and_is_no_time_of_envs():
+    """Four seconds of 45 turns, each with .9 s of CPU; before the first step ended a worker started."""
+    rows = [replace(row, values={**row.values, "generation_s": 0.1}) for row in rollout_rows(episode_s=1.2)]
+    cpu = [MetricRow(time, "rollout", {"cpu_s": cpu_s}, labels={"worker": "w"}) for time, cpu_s in
+           ((1.0, 50.0), *((second + 0.5, 0.9) for second in range(3, 7)))]  # fmt: skip
+    measures = measure([*step_rows(), *rows, *cpu], [[timed(0, 1.2), timed(1, 1.2)]]).measures
+    assert measures.worker_s == pytest.approx(0.02)
+    (episode,) = measures.workload.draw_group(np.random.default_rng(0), 1)
+    assert episode.env_s == pytest.approx(1.2 - 2 * (0.1 + 0.02))
+    assert measure([*step_rows(), *rows], []).measures.worker_s == 0.0
+
+
 @pytest.mark.parametrize(
     ("rows", "complaint"), [(step_rows(2), "2 steps"), (step_rows(), "no finished episode"), ([], "0 steps")]
 )

@@ -8,6 +8,7 @@ from offbeat.deploy.plan.closed_forms import closed_forms, expected_lag
 from offbeat.deploy.plan.outcome import Setup, SimulatedRun
 from offbeat.deploy.plan.simulation import Simulation
 from offbeat.deploy.plan.workload import Measures
+from tests.copying import replace
 from tests.deploy.plan.settings import measures_of, setup_with
 
 LONG = "lognormal:0.25:0.5"
@@ -58,6 +59,18 @@ def test_engines_limit_rollouts_by_their_rate():
     outcome = simulate(setup, measures, steps=200, warm_up=40)
     assert closed.engine_step_s == pytest.approx(16 * 4 / 20)
     assert outcome.step_s == pytest.approx(closed.engine_step_s, rel=0.05)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_env_workers_limit_rollouts_by_their_cpu(num_workers: int):
+    """A worker computes 10 ms for each turn, one after the other; episodes that start at once wait for it."""
+    setup = replace(setup_with(max_staleness=20.0), num_workers=num_workers)
+    measures = measures_of(env_s="0.001", turn_s="0.01", train_s=0.01, worker_s=0.01)
+    closed = closed_forms(setup, measures)
+    outcome = simulate(setup, measures, steps=200, warm_up=40)
+    assert closed.rollout_step_s == closed.worker_step_s == pytest.approx(16 * 4 * 0.01 / num_workers)
+    assert outcome.step_s == pytest.approx(closed.worker_step_s, rel=0.05)
+    assert outcome.worker_busy > 0.95
 
 
 @pytest.mark.parametrize("train_s", [0.05, 0.25, 0.4])

@@ -15,7 +15,9 @@ def totals(num_finished: int, failed: dict[str, int]) -> dict[str, float]:
         for reason, count in failed.items():
             for _ in range(count):
                 worker.failed(kind, "Lake", reason)
-    history.add(("1-0", record) for record in worker.records(playing=0, hung_threads=0, calls=0, failed_attempts={}))
+    history.add(
+        ("1-0", record) for record in worker.records(playing=0, hung_threads=0, calls=0, cpu_s=0.0, failed_attempts={})
+    )
     return history.totals
 
 

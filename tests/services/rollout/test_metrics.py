@@ -26,7 +26,7 @@ def told(metrics: dict[str, float]) -> dict[str, Partial]:
             Trajectory("g", 0, 0, "Lake", 1, (), turns, StopReason.TERMINATED, metrics, baseline=baseline),
         )
     reporter.submitted(TRAIN, "Lake", "accepted")
-    (record, _) = reporter.records(playing=1, hung_threads=0, calls=1, failed_attempts={})
+    (record, _) = reporter.records(playing=1, hung_threads=0, calls=1, cpu_s=0.0, failed_attempts={})
     return record.values
 
 
