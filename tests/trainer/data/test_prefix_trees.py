@@ -149,12 +149,16 @@ def num_prefixes(batch: Batch) -> int:
     return len({row[: n + 1] for row in rows for n in range(len(row))})
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(0, 10**6), st.sampled_from([1, 8]), st.sampled_from([40, 100, 4096]))
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.integers(0, 10**6), st.sampled_from([1, 8]), st.sampled_from([40, 100, 4096]), st.sampled_from([0, 32, 10_000])
+)
 def test_forest_gives_same_logprobs_and_gradients(
-    monkeypatch: pytest.MonkeyPatch, seed: int, shortest: int, max_tokens: int
+    monkeypatch: pytest.MonkeyPatch, seed: int, shortest: int, max_tokens: int, key_cost: int
 ) -> None:
+    """key_cost: blocks attend alone, some together, or all of a tree."""
     monkeypatch.setattr(prefix_trees, "MIN_BLOCK_TOKENS", shortest)
+    monkeypatch.setattr(tree_attention, "KEY_COST", key_cost)
     monkeypatch.setattr(tree_attention, "MIN_SAVED_SCORES", 50)  # many batches of blocks
     policy, batch = model(Qwen2Config), pack(forest(seed))
     parts = shared_microbatches(batch, range(batch.num_sequences), max_tokens)
@@ -208,6 +212,15 @@ def test_a_prefix_of_another_sequence_needs_no_block() -> None:
     assert len(micro.tokens) == 63
     assert micro.parents is None
     assert len(micro.positions) == batch.num_sampled
+
+
+def test_short_blocks_attend_with_their_siblings_and_parent_and_long_ones_alone() -> None:
+    """A root of 300 tokens; a child of 40 with two answers of 4; a child of 600."""
+    borders = torch.tensor([0, 300, 40, 4, 4, 600]).cumsum(0)
+    layout = tree_attention.TreeLayout.of(borders, torch.tensor([-1, 0, 1, 1, 0]))
+    tiles = sorted(len(row.unique()) - (row == 0).any().item() for batch in layout.batches for row in batch.queries)
+    assert tiles == [40 + 4 + 4, 300 - 1, 600]  # row 0 is the root's first token, and padding
+    assert layout.longest == 300 + 600
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
