@@ -148,6 +148,7 @@ def _describe(measured: Measured) -> dict[str, Any]:
         "groups": len(groups),
         "effective_groups": sum(weights) ** 2 / sum(weight**2 for weight in weights) if weights else len(groups),
         "turn_s": measures.turn_s.points,
+        "worker_s": measures.worker_s,
         "train_s": measures.train_fixed_s,
         "publish_s": measures.publish_s,
         "other_s": measures.other_s,

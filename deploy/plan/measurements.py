@@ -231,20 +231,30 @@ def _fit_turns(played: Sequence[MetricRow], rows: Sequence[MetricRow], num_repli
 
 
 def _worker_s(rows: Sequence[MetricRow]) -> float:
-    """Return a worker's CPU time of a turn, evaluations' included; 0 if earlier builds did not record it."""
-    turns = _total(rows, "turns")
-    return _total(rows, "cpu_s") / turns if turns else 0.0
+    """Return a worker's CPU time of a turn, beyond what it spends while nothing is sampled; 0 if it was not recorded."""
+    turns: dict[str, float] = defaultdict(float)
+    reports: list[tuple[float, float]] = []
+    for row in sorted(rows, key=_by_time):
+        worker = row.labels.get("worker", "")
+        turns[worker] += row.values.get("turns", 0.0)
+        if "cpu_s" in row.values:  # the last record of a report
+            reports.append((turns.pop(worker), row.values["cpu_s"]))
+    return _fit_line(*np.array(reports).T)[1] if reports else 0.0
 
 
 def _fit_training(steps: Sequence[MetricRow]) -> tuple[float, float]:
-    """Return seconds of a step and of a token, nonnegative, by least squares."""
+    """Return seconds of a step and of a token."""
     times = np.array([row.values.get("time/train_s", 0.0) for row in steps])
-    tokens = np.array([row.values.get("tokens/computed", 0.0) for row in steps])
-    equal = np.ones(len(steps))
-    variation, mean_s, mean_tokens = _covariance(tokens, tokens, equal), float(times.mean()), float(tokens.mean())
-    slope = _covariance(tokens, times, equal) / variation if variation > 0 else 0.0
-    slope = min(max(slope, 0.0), mean_s / mean_tokens if mean_tokens > 0 else 0.0)
-    return mean_s - slope * mean_tokens, slope
+    return _fit_line(np.array([row.values.get("tokens/computed", 0.0) for row in steps]), times)
+
+
+def _fit_line(x: Floats, y: Floats) -> tuple[float, float]:
+    """Return offset and slope, nonnegative, by least squares."""
+    equal = np.ones(len(x))
+    variation, mean_x, mean_y = _covariance(x, x, equal), float(x.mean()), float(y.mean())
+    slope = _covariance(x, y, equal) / variation if variation > 0 else 0.0
+    slope = min(max(slope, 0.0), mean_y / mean_x if mean_x > 0 else 0.0)
+    return mean_y - slope * mean_x, slope
 
 
 def _covariance(x: Floats, y: Floats, weights: Floats) -> float:

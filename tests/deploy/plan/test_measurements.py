@@ -145,11 +145,17 @@ def test_without_recorded_batches_episodes_are_alike_and_a_note_says_so():
     assert "no batches are recorded" in measured.notes[0]
 
 
-def test_cpu_of_workers_is_divided_over_all_turns_and_is_no_time_of_envs():
-    """Four seconds of 45 turns, each with .9 s of CPU; before the first step ended a worker started."""
+def test_cpu_of_workers_is_a_line_over_all_turns_and_no_time_of_envs():
+    """Reports of .05 s and 20 ms a turn, evaluations included; a worker starts before the first step ends."""
     rows = [replace(row, values={**row.values, "generation_s": 0.1}) for row in rollout_rows(episode_s=1.2)]
-    cpu = [MetricRow(time, "rollout", {"cpu_s": cpu_s}, labels={"worker": "w"}) for time, cpu_s in
-           ((1.0, 50.0), *((second + 0.5, 0.9) for second in range(3, 7)))]  # fmt: skip
+    cpu = [MetricRow(1.0, "rollout", {"cpu_s": 50.0}, labels={"worker": "w"})]
+    for second, idle in enumerate((0.0, 10.0, 20.0, 30.0), start=3):  # the worker v samples less
+        labels = {"worker": "v", "kind": "train"}
+        cpu += [
+            MetricRow(second + 0.8, "rollout", {"cpu_s": 0.05 + 0.02 * 45}, labels={"worker": "w"}),
+            MetricRow(second + 0.5, "rollout", {"turns": 45 - idle, "generation_s": 0.1}, labels=labels),
+            MetricRow(second + 0.9, "rollout", {"cpu_s": 0.05 + 0.02 * (45 - idle)}, labels={"worker": "v"}),
+        ]
     measures = measure([*step_rows(), *rows, *cpu], [[timed(0, 1.2), timed(1, 1.2)]]).measures
     assert measures.worker_s == pytest.approx(0.02)
     (episode,) = measures.workload.draw_group(np.random.default_rng(0), 1)
