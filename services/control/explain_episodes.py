@@ -21,7 +21,7 @@ def explain_workers(snapshot: RunSnapshot, opening: str) -> Cause:
 
 
 def explain_computing(snapshot: RunSnapshot) -> list[Cause]:
-    """Report env workers whose episodes wait for their own process."""
+    """Report env workers for whose process their episodes wait."""
     shares = {
         name: share
         for name, report in snapshot.workers.items()

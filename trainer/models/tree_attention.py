@@ -151,7 +151,7 @@ class _Blocks:
         )
 
     def _mask(self, tiles: Sequence[Tile], length: int, prefix: int) -> npt.NDArray[np.bool_] | None:
-        """Return [b or 1, q, p + q], with a key at least in each row, or None for causal."""
+        """Return [b or 1, q, p + q], with at least one key in each row, or None for causal."""
         are_equal = len(tiles[0].blocks) == 1 and len({(len(tile.blocks), tile.prefix) for tile in tiles}) == 1
         if are_equal and prefix == 0:
             return None
