@@ -5,7 +5,7 @@ from typing import Any
 
 from offbeat.services.control.causes import MAX_REPORT_AGE_S, Cause, RunSnapshot, for_seconds
 
-COMPUTING_SHARE = 0.9
+COMPUTING_SHARE = 0.8
 """Share of a core from which a worker, whose Python code runs on one, delays its episodes."""
 
 
@@ -30,9 +30,10 @@ def explain_computing(snapshot: RunSnapshot) -> list[Cause]:
     }
     if not shares:
         return []
-    who = f"env worker {next(iter(shares))} computes" if len(shares) == 1 else f"{len(shares)} env workers compute"
-    much = f"{who} all the time ({max(shares.values()):.2f} of a core)"
-    text = f"{much}: more of them divide the episodes (rollout.num_workers)"
+    is_one = len(shares) == 1
+    who = f"env worker {next(iter(shares))} takes" if is_one else f"{len(shares)} env workers take up to"
+    runs = f"on which the Python code of all {'its' if is_one else 'their'} episodes runs"
+    text = f"{who} {max(shares.values()):.2f} of a core, {runs}: add workers (rollout.num_workers)"
     return [Cause("env workers", "computes", text, detail=shares)]
 
 

@@ -1,6 +1,7 @@
 """Wait status of episodes, reported as counts, and the share of a core that their worker takes."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -23,13 +24,14 @@ class Wait(StrEnum):
 class CpuShare:
     """Cores that this process uses, 1 of one that computes all the time in one thread."""
 
-    def __init__(self) -> None:
-        self._at, self._cpu_s = time.monotonic(), time.process_time()
+    def __init__(self, num_calls: int) -> None:
+        self._marks = deque([(time.monotonic(), time.process_time())], maxlen=num_calls + 1)
 
     def take(self) -> float:
-        """Return the mean since the last call."""
-        (began, spent_s), self._at, self._cpu_s = (self._at, self._cpu_s), time.monotonic(), time.process_time()
-        return (self._cpu_s - spent_s) / (self._at - began) if self._at > began else 0.0
+        """Return the mean over the last `num_calls` calls."""
+        self._marks.append((time.monotonic(), time.process_time()))
+        (began, spent_s), (now, cpu_s) = self._marks[0], self._marks[-1]
+        return (cpu_s - spent_s) / (now - began) if now > began else 0.0
 
 
 @dataclass(slots=True)

@@ -38,6 +38,8 @@ MAX_IDLE_S = 1.0
 MAX_HEARTBEAT_INTERVAL_S = 0.5
 REPORT_INTERVAL_S = 1.0
 WAIT_STATUS_INTERVAL_S = 0.5
+CPU_WINDOW = 10
+"""Wait statuses over whose time the CPU is averaged."""
 SHUTDOWN_TIMEOUT_S = 2.0
 
 
@@ -233,7 +235,7 @@ class EnvWorker:
         if self._board is None:
             await asyncio.Event().wait()
             return
-        cpu, share = CpuShare(), 0.0
+        cpu, share = CpuShare(CPU_WINDOW), 0.0
         while True:
             report = {**self._waits.report(), "episodes": self._outcomes.report(), "cpu": share}
             await retry_until_answered(lambda board=self._board, report=report: board.show(self._worker_id, report))

@@ -153,12 +153,14 @@ def test_a_worker_that_computes_all_the_time_is_named_with_the_key():
     busy = {"cpu": 0.97, **report({"41": {"generation": [3, NOW - 0.5]}})}
     links = chain(snapshot(workers={"w0": busy, "w1": {**report({}), "cpu": 0.4}}))
     assert (links[-1].component, links[-1].detail) == ("env workers", {"w0": 0.97})
-    assert "env worker w0 computes all the time (0.97 of a core)" in links[-1].text
-    assert "rollout.num_workers" in links[-1].text
+    assert links[-1].text == (
+        "env worker w0 takes 0.97 of a core, on which the Python code of all its episodes runs: "
+        "add workers (rollout.num_workers)"
+    )
     both = chain(snapshot(workers={"w0": busy, "w1": {**busy, "cpu": 1.04}}))
-    assert "2 env workers compute all the time (1.04 of a core)" in both[-1].text
+    assert "2 env workers take up to 1.04 of a core, on which the Python code of all their episodes" in both[-1].text
     old = chain(snapshot(workers={"w0": {**busy, "at": NOW - 60}, "w1": report({"41": {"env": [3, NOW - 0.5]}})}))
-    assert "compute" not in sentence(old)
+    assert "of a core" not in sentence(old)
 
 
 def test_a_worker_that_is_silent_is_not_believed():
