@@ -1,3 +1,4 @@
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,7 @@ async def test_a_users_env_runs_and_is_reused(bench):
 
 async def test_metric_records_count_episodes_turns_and_failures(bench):
     envs = {"Bad": custom("BadEnv", env_config={"how": "raise"}), "Good": custom("CountingEnv")}
+    began_s = time.process_time()
     async with bench(*group(0), *group(1), custom_envs=envs) as b:
         await b.until_done(8)
     by_tag = {
@@ -170,6 +172,8 @@ async def test_metric_records_count_episodes_turns_and_failures(bench):
     assert (good["reward"].value, good["success"].value, good["reward"].count) == (1.5, 1.0, 4.0)
     assert good["env_s"].count == 16
     assert bad["failed/step_error"].value == bad["failures"].value == 4.0
+    own = merge_all(record.values for record in b.metrics.records if "tag" not in record.labels)
+    assert 0 < own["cpu_s"].value <= time.process_time() - began_s
     assert all(record.source == "rollout" for record in b.metrics.records)
     assert all(record.labels["worker"] == "w" for record in b.metrics.records)
 
