@@ -275,8 +275,8 @@ def _slowest_source(window: StepWindow) -> tuple[str, str, tuple[str, ...]]:
         cause = "reading rows, or sampling responses to them, is the bottleneck: add workers or engines"
         return "groups", cause, ("rollout.num_workers", "actor_infer.num_replicas", "max_staleness")
     cause = (
-        "rollouts are the bottleneck (`offbeat runs why` names the engine, env or reward): run more episodes at a time, or "
-        "let them run further ahead"
+        "rollouts are the bottleneck (`offbeat runs why` names the engine, env, worker or reward): run more episodes at a "
+        "time, or let them run further ahead"
     )
     keys = ("train_env_manager.num_env_groups", "rollout.num_workers", "actor_infer.num_replicas", "max_staleness")
     if window.limits.has_faster_engine:
