@@ -76,7 +76,7 @@ def find_conflict(folder: Path) -> str:
     folder = folder.resolve()
     for parent in folder.parents:
         if what := _describe(parent):
-            return f"output_dir {folder} lies inside {parent}, {what}: choose a folder outside of it"
+            return f"output_dir {folder} is inside {parent}, {what}: choose a folder outside of it"
     if _holds_redis(folder):
         return f"output_dir {folder} is {_REDIS}: choose another folder"
     own_redis = folder / "redis" if identify(folder) else None

@@ -103,7 +103,7 @@ def _measure(
     rates: dict[str, list[Rates]] = {name: [] for name in sides}
     for number in range(options.rounds):
         names = list(sides)
-        random.Random(number).shuffle(names)  # nobody always comes after the same one
+        random.Random(number).shuffle(names)  # no side always follows the same one
         for name in names:
             echo(f"{tokens} tokens, round {number + 1} of {options.rounds}: {name}")
             rates[name].append(sides[name](load))

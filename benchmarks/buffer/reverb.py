@@ -45,7 +45,7 @@ class Reverb:
         assert self._process is not None, "use `with`"
         assert self._process.stdin is not None
         lengths = [[len(blob) for blob in row] for row in load.blobs]
-        with suppress(BrokenPipeError):  # how it ended is told below
+        with suppress(BrokenPipeError):  # its end is reported below
             self._process.stdin.write(json.dumps(lengths).encode() + b"\n")
             for row in load.blobs:
                 self._process.stdin.writelines(row)
@@ -71,5 +71,5 @@ class Reverb:
         process.wait()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                with suppress(BrokenPipeError):  # what it was told last did not reach it
+                with suppress(BrokenPipeError):  # the last message was not read
                     pipe.close()

@@ -103,7 +103,7 @@ class Proxy:
         self._weather.delay_s = 0.0
         for order in self._orders.glob("redis-*"):
             kind = order.name.removeprefix("redis-")
-            if kind == DELAYED:  # for as long as the file lies there
+            if kind == DELAYED:  # as long as the file exists
                 with suppress(OSError, ValueError):
                     self._weather.delay_s = float(order.read_text() or 0)
                 continue

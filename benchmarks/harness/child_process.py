@@ -47,7 +47,7 @@ class Child:
             else:
                 self._process.terminate()
             self._process.join(END_S)
-            # It may have been told in the moment in which it died.
+            # The message may have been sent in the moment of its death.
             if kind is None and self._process.exitcode:
                 raise RuntimeError(self._crash_message())
         finally:

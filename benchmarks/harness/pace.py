@@ -88,7 +88,7 @@ class PacedProcess:
     def step(self) -> dict[str, Any]:
         """Return a step's measures."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # how it ended is told below
+        with suppress(BrokenPipeError):  # its end is reported below
             self._process.stdin.write("\n")
             self._process.stdin.flush()
         return json.loads(self._read(STEP))

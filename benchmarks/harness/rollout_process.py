@@ -180,7 +180,7 @@ async def _wait_for_newest_version(replica: Any, redis: Any, run_id: str) -> Non
     newest = int(await redis.hget(RunKeys(run_id).progress, "version") or 0)
     try:
         async with asyncio.timeout(LOAD_TIMEOUT_S):
-            while replica is not None and replica.status()["version"] < newest:  # noqa: ASYNC110 -- it rings for nobody
+            while replica is not None and replica.status()["version"] < newest:  # noqa: ASYNC110 -- it has no event
                 await asyncio.sleep(POLL_INTERVAL_S)
     except TimeoutError:
         raise TimeoutError(f"the replica does not serve version {newest} after {LOAD_TIMEOUT_S:g} s") from None

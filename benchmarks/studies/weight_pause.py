@@ -54,7 +54,7 @@ async def measure(folder: Path, files: list[Path], options: argparse.Namespace) 
         await engine.stage(files[0])
         await engine.load(files[0], 0)
         running = [asyncio.create_task(keep_running(engine, place, steps)) for place in range(options.running)]
-        while len(steps) < 2 * options.running:  # noqa: ASYNC110 -- nobody rings
+        while len(steps) < 2 * options.running:  # noqa: ASYNC110 -- no event
             await asyncio.sleep(0.1)
         step_s = median(steps)
         for version in range(1, 2 * options.rounds + 1):

@@ -13,7 +13,7 @@ An env, trained with [Offbeat](https://pypi.org/project/offbeat/) by reinforceme
 |---|---|
 | `{name}.py` | the task: observations, actions, rewards |
 | `test_{name}.py` | its test, with Offbeat's contract of envs |
-| `{name}.yaml` | the run: envs, algorithm, policy; `{schema}` tells editors its keys |
+| `{name}.yaml` | the run: envs, algorithm, policy; `{schema}` gives editors its keys |
 
 ```sh
 offbeat train {name}.yaml              # a tiny policy on two CPU cores; runs/{name}/ has its report

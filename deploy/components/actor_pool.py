@@ -85,7 +85,7 @@ class ActorPool(ABC):
 
 
 def _as_task(reference: "ray.ObjectRef[Any]") -> "asyncio.Task[Any]":
-    """Return a task whose error nobody has to ask for, as after a timeout."""
+    """Return a task whose error need not be retrieved, as after a timeout."""
 
     async def get() -> Any:
         return await reference

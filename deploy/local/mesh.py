@@ -241,7 +241,7 @@ class LocalMesh:
             else:
                 logger.warning("the learner did not exit in %.1f s: killing it", grace_s)
             async with connect_async(self._redis_url, patience_s=1.0) as async_redis:
-                return (await RunStore(async_redis).progress(self._config.exp_name)).step
+                return (await RunStore(async_redis).components.progress(self._config.exp_name)).step
         except (RedisError, OSError, UnknownRunError) as error:
             logger.warning("can't request that the learner stop: %s", error)
             return -1

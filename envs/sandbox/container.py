@@ -85,7 +85,7 @@ find / /dev -xdev -maxdepth 1 -type l -exec sh -c "$link" sh {} + && find "$@" -
 """
 LINK = 'for path; do target=$(readlink -n "$path"; echo x); printf "%s\\0%s\\0" "$path" "${target%x}"; done'
 CLOSE_TIMEOUT_S = 5.0
-"""Of a supervisor, which goes on to remove its container without its worker."""
+"""Of a supervisor; afterwards it removes its container without its worker."""
 MAX_LINKS = 40
 """Of one path, as in the kernel."""
 LIMITS = """

@@ -165,7 +165,7 @@ class Simulator:
     def variations(self, task: str, split: str) -> list[int]:
         """Return the variations of ScienceWorld's own split (half train, a quarter each dev and test), or of all."""
         if (task, split) not in self._variations:
-            # the task of the split alone: an episode under way goes on
+            # only the task of the split, so that a running episode continues
             self._call("taskStr", lambda: getattr(self._interface, "taskStr_$eq")(task))
             methods = (SPLITS[split],) if split in SPLITS else tuple(SPLITS.values())
             self._variations[task, split] = [number for method in methods for number in self._list(method)]

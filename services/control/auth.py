@@ -91,7 +91,7 @@ class AuthMiddleware:
             request.scope[LIMIT_LOGIN] = lambda: _limit(self._wrong)
             return _limit(self._docs_calls)
         given = request.headers.get("authorization", "").encode()
-        # All are compared whatever the first says: the time that it takes tells nothing
+        # All are compared, whatever the first result, so that the time reveals nothing
         matching = [grant for grant in self._grants if _matches(given, grant.token)]
         if not given and (grant := find_session(request, self._grants)) is not None:
             matching = [grant]

@@ -23,7 +23,7 @@ def session_of(token: str) -> str:
 def find_session(request: Request, grants: Sequence[TokenGrant]) -> TokenGrant | None:
     """Return the grant of the request's cookie; changes only from a page of this origin."""
     given = request.cookies.get(COOKIE, "").encode()
-    # All are compared: the time that it takes tells nothing
+    # All are compared, so that the time reveals nothing
     matching = [grant for grant in grants if hmac.compare_digest(given, session_of(grant.token).encode())]
     return matching[0] if matching and is_same_origin(request) else None
 

@@ -29,5 +29,5 @@ class AwakeReplicaRouter(RequestRouter):
 
 def running_replicas(handle: Any) -> list[str]:
     """Return the ids of the replicas that an initialized handle, routed in this event loop, knows to run."""
-    router = handle._router._asyncio_router.request_router  # Serve tells them to routers alone
+    router = handle._router._asyncio_router.request_router  # Serve passes them to routers only
     return [each.unique_id for each in router.curr_replicas] if router is not None else []

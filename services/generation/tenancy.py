@@ -121,7 +121,7 @@ class Tenancy:
 
     async def begin(self) -> None:
         """Load the newest weights and follow the broker; raises `GenerationError`."""
-        reporting = asyncio.create_task(self._report())  # reading the weights may take long, and is told of
+        reporting = asyncio.create_task(self._report())  # reading the weights may take long, and is reported
         try:
             await self.replica.catch_up()
         except BaseException:

@@ -64,7 +64,7 @@ return {1, tonumber(redis.call('GET', KEYS[2]))}
 
 _RENEW = """
 -- KEYS: lease, epoch, last holder, looks, record. ARGV: holder, timeout in ms, epoch, uid of the run.
--- Returns 1: renewed (also after it expired, as long as nobody else took it, and in a Redis that has forgotten it); 0:
+-- Returns 1: renewed (also after it expired, unless another holder took it, and in a Redis that has forgotten it); 0:
 -- another holds the run, or held it since, or the run was created anew or deleted.
 local uid, holder = redis.call('HGET', KEYS[5], 'uid'), redis.call('GET', KEYS[1])
 local epoch, own = tonumber(redis.call('GET', KEYS[2]) or '0'), tonumber(ARGV[3])
@@ -273,8 +273,8 @@ class LearnerLease:
             try:
                 renewed = self._renewed()
             except (RetryableError, redis_errors.RedisError) as error:
-                # Redis restarts, say: nobody can take the lease from a Redis that is not there, nor at once from one that is
-                # back, so this one goes on; so it does where another program answers at Redis' port.
+                # For example a restart of Redis: no other learner can take the lease while Redis is down, or right after its
+                # return, so this one continues; likewise where another program answers at Redis' port.
                 logger.warning("the lease could not be renewed: %s", error)
                 continue
             if not renewed:

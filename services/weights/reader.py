@@ -145,5 +145,5 @@ async def _any_done(futures: "Sequence[Future[Any]]", timeout_s: float) -> bool:
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for wait in waits:
-            wait.cancel()  # left alone it would complain that nobody asked how it ended, or that its loop is closed
+            wait.cancel()  # else asyncio logs a result that was never retrieved, or a closed loop
     return any(future.done() for future in futures)

@@ -37,9 +37,9 @@ def mesh(tmp_path: Path) -> Path:
     [
         ("runs", ("runs contains", "runs/one, the folder of run 'one'")),
         ("runs/redis", ("runs/redis is the state of a Redis",)),
-        ("runs/redis/new", ("runs/redis/new lies inside", "runs/redis, the state of a Redis")),
-        ("runs/one/again", ("runs/one/again lies inside", "runs/one, the folder of run 'one'")),
-        ("runs/one/checkpoints", ("lies inside", "runs/one, the folder of run 'one'")),
+        ("runs/redis/new", ("runs/redis/new is inside", "runs/redis, the state of a Redis")),
+        ("runs/one/again", ("runs/one/again is inside", "runs/one, the folder of run 'one'")),
+        ("runs/one/checkpoints", ("is inside", "runs/one, the folder of run 'one'")),
         (".", ("contains", "runs/one, the folder of run 'one'")),
     ],
 )
@@ -105,6 +105,6 @@ def test_two_claims_at_once_do_not_both_succeed(tmp_path: Path, monkeypatch: pyt
         mark(folder, run_id)
 
     monkeypatch.setattr(run_folder, "mark", mark_later)
-    with pytest.raises(FolderInUseError, match="lies inside"):
+    with pytest.raises(FolderInUseError, match="is inside"):
         claim(tmp_path / "outer" / "inner", "inner", resume=False)
     assert not (tmp_path / "outer" / "inner" / MARKER).exists()

@@ -120,7 +120,7 @@ class Executor:
                 return None
             request, batch = self._read_batch(model, command)
         except CodecError:
-            return None  # `apply` tells the client
+            return None  # `apply` informs the client
         return None if request.forward_only else batch
 
     def apply_shared(self, commands: Sequence[QueuedCommand], batches: Sequence[GradientBatch]) -> list[CommandOutcome]:

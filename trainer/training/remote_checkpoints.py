@@ -272,8 +272,8 @@ def fetch_by_url(url: str, folder: Path) -> Checkpoint:
         return run.fetch(found[-1] if found else name, folder)
     runs = _runs_below(url)
     if len(runs) > 1:
-        told = ", ".join(f"{run.url} (step {listed[-1].step})" for run, listed in runs)
-        raise CheckpointError(f"{url} has checkpoints of several runs: name one: {told}")
+        names = ", ".join(f"{run.url} (step {listed[-1].step})" for run, listed in runs)
+        raise CheckpointError(f"{url} has checkpoints of several runs: name one: {names}")
     if not runs:
         raise CheckpointError(f"{url} has no complete checkpoint")
     run, listed = runs[0]

@@ -138,7 +138,7 @@ def _describe_outcome(view: RunView) -> str:
     if view.state.is_terminal:
         return f"{view.id} is {view.state} already."
     outcomes = {
-        "running": "goes on",
+        "running": "resumes",
         "paused": "pauses",
         "stopped": "drains, saves a checkpoint and ends",
         "killed": "ends now",

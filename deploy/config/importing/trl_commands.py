@@ -22,7 +22,7 @@ SHARED_KEYS = {
     ("grpo", "rloo"): ("num_generations", "reward_funcs", "num_iterations", "epsilon"),
     ("dpo", "kto"): ("precompute_ref_log_probs",),
 }
-"""Keys of two commands; without anything else that tells, the first is taken."""
+"""Keys of two commands; without another indication, the first is taken."""
 COMMAND, NAME = "--command", "--name"
 """Entries of a tree: the command that the user names, and the file's name."""
 
@@ -30,7 +30,7 @@ COMMAND, NAME = "--command", "--name"
 class Command(NamedTuple):
     name: str
     why: str
-    """Clause with what tells it; empty if the user does."""
+    """Clause with the indication; empty if the user named it."""
     alternative: str = ""
     """Command that has the same keys."""
 

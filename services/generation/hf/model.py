@@ -75,7 +75,9 @@ class PolicyModel:
             config, dtype=dtype, attn_implementation=ROW_ATTENTION, trust_remote_code=False
         ).eval()
         if not self._model._supports_attention_backend:
-            raise GenerationError(f"transformers lets nobody replace the attention of {config.model_type}: take vllm")
+            raise GenerationError(
+                f"transformers does not allow replacing the attention of {config.model_type}: take vllm"
+            )
         self._parameters: dict[str, nn.Parameter] = dict(self._model.named_parameters())
         self._tied = {name for name, _ in self._model.named_parameters(remove_duplicate=False)} - set(self._parameters)
         self._hooks: list[Any] = []

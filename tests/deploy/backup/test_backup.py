@@ -173,7 +173,7 @@ def test_what_is_there_is_never_overwritten(originals: Path, tmp_path: Path, red
         refused = offbeat("restore", file, "--to", other, "--redis", redis_url)
         assert (refused.exit_code, "this Redis has run 'busy' (1 keys)" in refused.output) == (2, True)
         assert redis.hgetall(KEYS.record) == {b"state": b"running"}
-    assert "lies inside" in offbeat("restore", file, "--to", folder / "inner").output
+    assert "is inside" in offbeat("restore", file, "--to", folder / "inner").output
     assert not other.exists()
 
 

@@ -157,7 +157,7 @@ async def test_what_could_not_be_read_never_reaches_the_trainer_and_is_told(term
 
 async def test_a_run_is_paused_resumed_and_stopped(terminal: Terminal):
     await terminal.api.start("lake")
-    for command, says in (("pause", "pauses"), ("resume", "goes on"), ("stop", "drains"), ("stop --now", "ends now")):
+    for command, says in (("pause", "pauses"), ("resume", "resumes"), ("stop", "drains"), ("stop --now", "ends now")):
         result = await terminal.types(*command.split(), "lake")
         assert (result.exit_code, result.stdout.startswith(f"lake {says}")) == (DONE, True), result.output
     late = await terminal.types("pause", "lake")
