@@ -1,4 +1,4 @@
-"""What a page of the documentation tells its reader to write and to run.
+"""What a page of the documentation has its reader write and run.
 
 `python -m tests.documented docs/tutorials/lora.md FOLDER` writes a page's files, and its commands as `commands.sh`.
 """

@@ -48,7 +48,7 @@ def _measure(env: BenchEnvironment, made: MadeRun, options: ConsoleOptions) -> d
     group = steps[-1].taken.groups[0].number
     uid = asyncio.run(_record(env.redis_url, made.config))
 
-    def go_on() -> int:
+    def add_step() -> int:
         step = made.add()
         made.flush()
         _publish(env.redis, uid, step)
@@ -56,9 +56,9 @@ def _measure(env: BenchEnvironment, made: MadeRun, options: ConsoleOptions) -> d
 
     with ServiceProcess(env.redis_url, log=env.folder / "service.log") as service, chromium() as browser:
         pictures = [] if browser is None else measure_pictures(browser, service.url, RUN, group)
-        measured = measure_calls(service.url, RUN, options.rounds, go_on=go_on)
+        measured = measure_calls(service.url, RUN, options.rounds, add_step=add_step)
         newest = made.step
-        costs = measure_cost(browser, service, RUN, options.watch_s, go_on=go_on)
+        costs = measure_cost(browser, service, RUN, options.watch_s, add_step=add_step)
     _show(options, measured, pictures, costs)
     if not pictures:
         console().print("the page is left out: `make browser` installs what it needs")

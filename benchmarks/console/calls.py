@@ -53,15 +53,15 @@ def calls(run: str) -> Iterator[RestCall]:
     yield RestCall("change of settings", "PATCH", path, body={"learning_rate": 1e-3})
 
 
-def measure_calls(url: str, run: str, rounds: int, *, go_on: Callable[[], int]) -> list[CallTimes]:
-    """Measure each call. go_on: adds a step before each and returns one of its groups."""
+def measure_calls(url: str, run: str, rounds: int, *, add_step: Callable[[], int]) -> list[CallTimes]:
+    """Measure each call. add_step: adds a step before each and returns one of its groups."""
     with httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False) as client:
-        return [_measure(client, call, rounds, go_on) for call in calls(run)]
+        return [_measure(client, call, rounds, add_step) for call in calls(run)]
 
 
-def _measure(client: httpx.Client, call: RestCall, rounds: int, go_on: Callable[[], int]) -> CallTimes:
-    first_ms, size = _time(client, call, go_on())
-    times = [_time(client, call, go_on())[0] for _ in range(rounds)]
+def _measure(client: httpx.Client, call: RestCall, rounds: int, add_step: Callable[[], int]) -> CallTimes:
+    first_ms, size = _time(client, call, add_step())
+    times = [_time(client, call, add_step())[0] for _ in range(rounds)]
     return CallTimes(call.name, first_ms, Spread.of(times), size)
 
 

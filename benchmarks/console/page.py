@@ -18,7 +18,7 @@ CHROMIUM = ("chromium-headless-shell", "chromium")
 UNPACKED = Path(sys.prefix, "chromium", "chromium")
 """Folder of `make browser`."""
 VIEWPORT = {"width": 1400, "height": 900}
-NOBODY = "nobody"
+NO_PAGE = "no page open"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,25 +122,25 @@ def _page(browser: Any) -> Iterator[Any]:
 
 
 def measure_cost(
-    browser: Any, service: ServiceProcess, run: str, seconds: int, *, go_on: Callable[[], int]
+    browser: Any, service: ServiceProcess, run: str, seconds: int, *, add_step: Callable[[], int]
 ) -> list[Cost]:
     """Measure the service with a step a second, with no view and with each.
 
-    go_on: adds a step and returns one of its groups.
+    add_step: adds a step and returns one of its groups.
     """
-    costs = [Cost(NOBODY, _watch(service, seconds, go_on))]
+    costs = [Cost(NO_PAGE, _watch(service, seconds, add_step))]
     for view in views(run) if browser is not None else ():
-        group = go_on()
+        group = add_step()
         time.sleep(REFRESH_INTERVAL_S)  # until the service reads the new step
         with _page(browser) as page:
             _open(page, f"{service.url}/ui/{view.address.format(group=group)}", view.picture)
-            costs.append(Cost(view.name, _watch(service, seconds, go_on)))
+            costs.append(Cost(view.name, _watch(service, seconds, add_step)))
     return costs
 
 
-def _watch(service: ServiceProcess, seconds: int, go_on: Callable[[], int]) -> float:
+def _watch(service: ServiceProcess, seconds: int, add_step: Callable[[], int]) -> float:
     began, used = time.monotonic(), service.cpu_s()
     for second in range(1, seconds + 1):
-        go_on()
+        add_step()
         time.sleep(max(0.0, began + second - time.monotonic()))
     return (service.cpu_s() - used) / (time.monotonic() - began)

@@ -168,7 +168,7 @@ def config_import(
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
     command: Annotated[
         Literal["sft", "dpo", "grpo", "rloo", "kto", "reward"] | None,
-        typer.Option("--command", help="TRL's command, if neither keys nor name tell.", show_default=False),
+        typer.Option("--command", help="TRL's command, if neither keys nor name determine it.", show_default=False),
     ] = None,
 ) -> None:
     """Convert another library's configurations; report what became of each key."""

@@ -32,7 +32,7 @@ def import_files(
 ) -> None:
     """Import files and print their reports; several files need a folder.
 
-    trial: with tiny models on CPUs. command: TRL's, if a file's keys do not tell.
+    trial: with tiny models on CPUs. command: TRL's, if a file's keys do not determine it.
 
     Raises:
         ImportFailedError: an unreadable file, or an existing one of ours without `force`.

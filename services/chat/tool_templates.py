@@ -89,7 +89,7 @@ def render_call(template: ChatTemplate, calls: tuple[ToolCall, ...] = (CALL,)) -
     prompt_text = _render(template, (ASKED,), prompt=True)
     if OFFERED not in prompt_text:
         raise RolloutError(
-            "the chat template does not tell the policy of functions (`tools`): leave them to the prompt"
+            "the chat template does not show functions (`tools`) to the policy: leave them to the prompt"
         )
     full_text = _render(template, (ASKED, ChatMessage("assistant", "", calls)), prompt=False)
     if not full_text.startswith(prompt_text):  # the generation prompt opens a thought, say

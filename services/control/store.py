@@ -239,7 +239,7 @@ class RunStore:
         """Return whether the state changes; raises `RunStateError`."""
         if wanted.is_final:
             return not record.state.is_terminal and record.wanted not in (wanted, DesiredState.KILLED)
-        verb = "pause" if wanted is DesiredState.PAUSED else "go on"
+        verb = "pause" if wanted is DesiredState.PAUSED else "resume"
         if record.state.is_terminal:
             raise RunStateError(f"run {record.run_id!r} is {record.state}: it can't {verb}")
         if record.wanted.is_final or record.state is RunState.DRAINING:

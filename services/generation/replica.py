@@ -103,7 +103,7 @@ class GenerationReplica:
                     async with self._engine_free:
                         await self._take(manifest)
             except WeightsError as error:
-                # Nothing was touched: the old weights are whole and go on serving until newer ones can be read.
+                # Nothing was touched: the old weights are whole and serve until newer ones can be read.
                 self._counts.refused_weights()
                 logger.warning("still serving version %d: %s", self._version, error)
                 await asyncio.sleep(RETRY_INTERVAL_S)

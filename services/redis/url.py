@@ -62,7 +62,7 @@ def connection_problem(url: str) -> str:
     except ResponseError as error:
         if "NOAUTH" in str(error) or "WRONGPASS" in str(error):
             return f"Redis at {redact(url)} refuses the password: {error}"
-        logger.debug("Redis does not tell its settings: %s", error)
+        logger.debug("Redis does not return its settings: %s", error)
     except RedisReadOnlyError as error:  # every part waits until it takes them again
         logger.error("%s: %s", redact(url), error)
     except (RedisError, OSError) as error:

@@ -86,11 +86,11 @@ def test_weights_are_published_to_an_engine_that_generates(tmp_path: Path) -> No
 
 
 @pytest.mark.timeout(300)
-def test_the_console_is_measured_on_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_the_console_is_measured_on_an_active_run(tmp_path: Path) -> None:
     result = result_of(tmp_path, "console")
     assert result["trajectories"] > 640
     rows = {row["name"]: row for row in result["calls"]}
     assert {"groups by spread", "trajectory", "6 series by time", "pause", "change of settings"} <= rows.keys()
     assert all(row["first_ms"] > 0 and row["ms"]["median"] > 0 and row["bytes"] > 0 for row in rows.values())
-    assert result["costs"][0]["name"] == "nobody"
+    assert result["costs"][0]["name"] == "no page open"
     assert len(result["costs"]) == 1 + len(result["pictures"])

@@ -55,7 +55,7 @@ def test_a_file_is_taken_for_a_url(runs: Path, deployed: str):
 
 
 @pytest.mark.usefixtures("runs")
-def test_an_unknown_redis_is_told_with_the_ways_to_name_it():
+def test_an_unknown_redis_is_reported_with_the_ways_to_name_it():
     with pytest.raises(UnknownRedisError, match=r"pass its Redis as --redis, a URL or a file .* runs/redis/url"):
         find_target("lake", None)
 

@@ -50,7 +50,7 @@ def test_runs_have_one_base_if_they_start_from_the_same_weights():
     assert not worker_settings(config, "").names_run
 
 
-def test_a_models_files_tell_its_base_wherever_they_are(tmp_path: Path):
+def test_a_models_files_show_its_base_wherever_they_are(tmp_path: Path):
     folders = [tmp_path / name for name in "abc"]
     for folder in folders:
         write_tiny_policy(folder, TinyPolicyConfig(), [f"w{i}" for i in range(25)])

@@ -1,4 +1,4 @@
-"""A group filter that hangs once: whoever finds its file goes on, and who made it never returns."""
+"""A group filter that hangs once: whoever finds its file continues, and who made it never returns."""
 
 import os
 import threading

@@ -153,7 +153,7 @@ def main(model: Path, out: Path, names: list[str]) -> None:
             if ranks.rank == 0:
                 save_file(weights, out / f"{name}-of-{ranks.world_size}.safetensors")
                 save_file(counts, out / f"{name}-gathered-of-{ranks.world_size}.safetensors")
-            if name == "fsdp2":  # what one process wrote, two go on from
+            if name == "fsdp2":  # what one process wrote, two continue from
                 if ranks.world_size == 1:
                     engine.save(out / "state")
                 else:

@@ -62,7 +62,7 @@ class TrainProcess:
         return self._log.read_text()
 
     def view(self) -> dict[str, Any] | None:
-        """The run as the control service tells it, or None while that does not answer."""
+        """The run as the control service shows it, or None while that does not answer."""
         try:
             endpoints = json.loads((self.output_dir / "endpoints.json").read_text())
             answer = HTTP.get(f"{endpoints['control_url']}/runs/{self._run}")

@@ -142,8 +142,8 @@ class RayCluster:
 
     def status(self) -> dict[str, str]:
         """Application -> status, as `serve status` says."""
-        told = yaml.safe_load(self.serve("status"))
-        return {name: app["status"] for name, app in told["applications"].items()}
+        listed = yaml.safe_load(self.serve("status"))
+        return {name: app["status"] for name, app in listed["applications"].items()}
 
     def deploy(self, source: Path, change: Mapping[str, Any] = MappingProxyType({})) -> Path:
         """`serve deploy` the file `source` on ports of our own; `change`: `application.deployment` -> keys."""
@@ -160,7 +160,7 @@ class RayCluster:
         return path
 
     def run(self, run_id: str) -> dict[str, Any]:
-        """The run as the API tells it, or nothing while it does not answer."""
+        """The run as the API shows it, or nothing while it does not answer."""
         try:
             answer = self.api.get(f"/runs/{run_id}")
         except httpx.HTTPError:

@@ -1,4 +1,4 @@
-"""A run of `offbeat train` that is steered over REST while it goes on: asked why, watched, changed, paused, resumed."""
+"""A run of `offbeat train` that is steered over REST while it continues: asked why, watched, changed, paused, resumed."""
 
 import subprocess
 import time

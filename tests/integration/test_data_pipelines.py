@@ -45,7 +45,7 @@ PIPELINES = ("sft", *PREFERENCES, DISTILL)
 def undisturbed(
     request: pytest.FixtureRequest, redis_server: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Run]:
-    """A run that nobody disturbs."""
+    """An undisturbed run."""
     pipeline: str = request.param
     folder = tmp_path_factory.mktemp(pipeline)
     with a_data_run(redis_server, folder, f"undisturbed-{pipeline}", pipeline, RECORDING) as run:
@@ -121,7 +121,7 @@ def end_learner(run: Run, version: int, end: signal.Signals) -> None:
 
 
 def test_a_kill_a_stop_and_another_worker_change_no_weight(redis_server: str, tmp_path: Path, undisturbed: Run) -> None:
-    """The worker ends with the first learner; each successor goes on within the epoch."""
+    """The worker ends with the first learner; each successor continues within the epoch."""
     pipeline = pipeline_of(undisturbed)
     with a_data_run(redis_server, tmp_path, f"disturbed-{pipeline}", pipeline, works=False) as run:
         for version, end in zip((1, 3), ENDS[pipeline], strict=True):

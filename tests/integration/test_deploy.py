@@ -118,7 +118,7 @@ def test_deploy_file_works_as_it_is(cluster: RayCluster):
     assert httpx.get(f"{cluster.url}/runs", trust_env=False).status_code == 401
     assert cluster.living(token.read_text().strip()) == []
 
-    assert cluster.living(*TINKER) == [], "nobody has asked for its model"
+    assert cluster.living(*TINKER) == [], "its model was not requested"
     train_by_tinker(cluster)
 
     overrides = ("max_steps=200", "warm_start.steps=20", "eval_steps=0", "final_val_batch_size=8", "save_steps=1000")

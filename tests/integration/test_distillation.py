@@ -59,7 +59,7 @@ def test_teachers_give_the_same_weights_wherever_they_are(redis_server: str, tmp
         assert run.start().wait(timeout=240) != 0
         assert "no scores of 20 of 20 rows" in run.complaint()
         assert prepare_run(run.config) == {"teacher.lake": 25}
-        assert prepare_run(run.config) == {"teacher.lake": 0}, "it goes on where it was"
+        assert prepare_run(run.config) == {"teacher.lake": 0}, "it continues where it was"
         assert run.start().wait(timeout=240) == 0, run.complaint()
         for name, tensor in expected.items():
             assert torch.equal(tensor, run.weights(6)[name]), name

@@ -188,7 +188,7 @@ async def test_a_stop_token_is_kept_and_ends_the_answer(policies: Policies) -> N
     assert len(completion.logprobs) == len(completion.token_ids)
 
 
-async def test_what_the_engine_cannot_take_is_refused_and_harms_nobody(policies: Policies) -> None:
+async def test_what_the_engine_cannot_take_is_refused_and_harms_no_other_request(policies: Policies) -> None:
     await policies.load(0)
     for prompt in ((1,) * 512, (32,), (-1,), ()):
         completion = await policies.generate(policies.request(prompt))
@@ -234,7 +234,7 @@ class SessionEpisode:
 async def test_an_episode_continues_in_its_session_with_exact_logprobs(policies: Policies) -> None:
     """Whether a turn is cut or stops; under new weights, or with another prompt, it begins anew."""
     version = await policies.load(0)
-    episode, sessions = SessionEpisode(policies, "goes on"), policies.engine.sessions
+    episode, sessions = SessionEpisode(policies, "continues"), policies.engine.sessions
     continued = sessions.num_continued
     stops = {"max_new_tokens": 60, "stop_token_ids": tuple(range(4, 12))}
     kept = 0
@@ -343,12 +343,12 @@ async def test_agent_calls_are_captured_with_the_weights_that_answered(policies:
     gateway.start()
     with gateway.open_session(session):
         async with AsyncOpenAI(base_url=f"{gateway.origin}/v1", api_key=session.key) as client:
-            told: list[Any] = [{"role": "user", "content": "w1 w2 w3"}]
+            turns: list[Any] = [{"role": "user", "content": "w1 w2 w3"}]
             for index in (0, 1, 2):
                 served[await policies.load(index)] = index
-                answer = (await client.chat.completions.create(model="any", messages=told)).choices[0].message
-                told += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": f"w{index}"}]
-            await client.chat.completions.create(model="any", messages=[*told[:3], {"role": "user", "content": "w9"}])
+                answer = (await client.chat.completions.create(model="any", messages=turns)).choices[0].message
+                turns += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": f"w{index}"}]
+            await client.chat.completions.create(model="any", messages=[*turns[:3], {"role": "user", "content": "w9"}])
     await gateway.close()
     captured = session.close()
     assert len(captured.segments) == 2
@@ -441,7 +441,7 @@ def by_span(policies: Policies, request: GenerateRequest, completion: Completion
     ]
 
 
-async def test_running_requests_keep_their_cache_and_go_on_under_new_weights(policies: Policies) -> None:
+async def test_running_requests_keep_their_cache_and_continue_under_new_weights(policies: Policies) -> None:
     later: list[torch.Tensor] = []
     for request, completion in await run_through_updates(policies, policies.engine):
         before, *after = by_span(policies, request, completion)

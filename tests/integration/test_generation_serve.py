@@ -1,6 +1,6 @@
 """The service on Ray Serve with a real engine, real weights and a real Redis: versions, updates under load, deaths.
 
-One Ray, one application; the tests run in order and go on from the version that the last one left.
+One Ray, one application; the tests run in order and continue from the version that the last one left.
 """
 
 import asyncio
@@ -244,7 +244,7 @@ async def is_running(count: int) -> bool:
     return (await status())["running"] == count
 
 
-async def test_the_replica_tells_what_it_did_and_the_broker_how_far_it_lags(
+async def test_the_replica_reports_what_it_did_and_the_broker_how_far_it_lags(
     mesh: Mesh, client: ServeGenerationClient, redis_server: str, tmp_path: Path
 ) -> None:
     assert client is not None

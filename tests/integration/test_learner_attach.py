@@ -78,7 +78,7 @@ def test_an_attached_learner_shows_its_progress_line_by_line(alone: Run) -> None
     assert "Trained all 6 steps" in said
 
 
-def test_a_detached_run_collects_up_to_the_bound_and_goes_on_where_it_was(
+def test_a_detached_run_collects_up_to_the_bound_and_continues_where_it_was(
     redis_server: str, tmp_path: Path, alone: Run
 ) -> None:
     with a_run(redis_server, tmp_path, "detached", (*SMOOTH, "save_steps=100")) as run:
@@ -167,7 +167,7 @@ def attach(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
 
 
-def test_mistakes_are_told_in_one_line_with_an_exit_code_of_their_own(alone: Run) -> None:
+def test_mistakes_are_reported_in_one_line_with_an_exit_code_of_their_own(alone: Run) -> None:
     mistakes = {
         ("nobody", "--redis", alone.url): (2, "there is no run 'nobody' in this Redis"),
         ("alone", "--redis", "http://127.0.0.1"): (2, "not a Redis URL: expected redis://HOST:PORT"),

@@ -193,7 +193,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(engine: EngineFactory, stage:
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (1, "float32"), (2, "bfloat16"), (3, "float32")])
-def test_a_loaded_engine_goes_on_exactly(engine: EngineFactory, stage: int, dtype: str, tmp_path: Path) -> None:
+def test_a_loaded_engine_continues_exactly(engine: EngineFactory, stage: int, dtype: str, tmp_path: Path) -> None:
     saved = engine(stage, dtype)
     saved.train(fixed_batch(), nll, HYPER)
     saved.save(tmp_path)
@@ -210,7 +210,7 @@ def test_offloaded_states_come_back_as_they_were(engine: EngineFactory, stage: i
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (2, "float32"), (3, "float32"), (1, "bfloat16")])
-def test_a_loaded_engine_goes_on_with_the_settings_that_it_has_now(
+def test_a_loaded_engine_continues_with_the_settings_that_it_has_now(
     engine: EngineFactory, stage: int, dtype: str, tmp_path: Path
 ) -> None:
     saved = engine(stage, dtype)
@@ -218,11 +218,11 @@ def test_a_loaded_engine_goes_on_with_the_settings_that_it_has_now(
     saved.save(tmp_path)
     saved.train(fixed_batch(), nll, HYPER)
     name = "model.layers.0.mlp.up_proj.weight"
-    for told in ({"adam_beta1": 0.5}, {"adam_beta2": 0.5}, {"adam_epsilon": 0.1}, {"max_grad_norm": 1e-4}):
-        fresh = engine(stage, dtype, SMOOTH.model_copy(update=told))
+    for given in ({"adam_beta1": 0.5}, {"adam_beta2": 0.5}, {"adam_epsilon": 0.1}, {"max_grad_norm": 1e-4}):
+        fresh = engine(stage, dtype, SMOOTH.model_copy(update=given))
         fresh.load(tmp_path)
         fresh.train(fixed_batch(), nll, HYPER)
-        assert not torch.equal(weights_of(fresh)[name], weights_of(saved)[name]), told
+        assert not torch.equal(weights_of(fresh)[name], weights_of(saved)[name]), given
 
 
 @pytest.mark.parametrize(("written", "read"), [(0, 2), (2, 0), (2, 3), (3, 0)])
@@ -329,7 +329,7 @@ def test_the_critic_trains_on_the_same_engine(folder: Path, ranks: Ranks) -> Non
     assert sum(float(miss(0, values)) for values in engine.infer(batch)) < first / 10
 
 
-def test_settings_of_the_run_lie_over_ours() -> None:
+def test_settings_of_the_run_override_ours() -> None:
     ours = {"zero_optimization": {"stage": 2, "overlap_comm": False}, "steps_per_print": 5}
     assert merge_settings(ours, {"zero_optimization": {"overlap_comm": True}}) == {
         "zero_optimization": {"stage": 2, "overlap_comm": True},

@@ -60,18 +60,18 @@ def cluster(tmp_path: Path) -> Iterator[RayCluster]:
 
 
 def check_against(cluster: RayCluster) -> None:
-    """Assert that `config validate` tells placement problems with the cluster's numbers, which this machine has not."""
+    """Assert that `config validate` reports placement problems with the cluster's numbers, which this machine has not."""
     (cluster.folder / "run.yaml").write_text(SPREAD_RUN)
     check = ("config", "validate", "run.yaml", "--address", cluster.address)
     devices = ("actor_train.device=cuda", "actor_infer.device=cuda", "num_gpus_per_node=2")
     four = "actor_train.num_processes=4"
     assert cluster.offbeat(*check, *devices, four) == "valid\n"
-    told = cluster.refusal("offbeat", *check, *devices, four, "actor_train.device_mapping=[0,1,2,4]")
-    assert "actor_train.device_mapping: device 4 does not exist: there are 4 device(s) (2 + 2 on 2 nodes)" in told
-    told = cluster.refusal("offbeat", *check, *devices, "actor_train.num_processes=5")
-    assert "5 process(es) need a device each, there are 4 device(s)" in told
-    told = cluster.refusal("offbeat", *check, "rollout.num_workers=9")
-    assert "the cluster has 3: take rollout.num_workers <= " in told
+    refused = cluster.refusal("offbeat", *check, *devices, four, "actor_train.device_mapping=[0,1,2,4]")
+    assert "actor_train.device_mapping: device 4 does not exist: there are 4 device(s) (2 + 2 on 2 nodes)" in refused
+    refused = cluster.refusal("offbeat", *check, *devices, "actor_train.num_processes=5")
+    assert "5 process(es) need a device each, there are 4 device(s)" in refused
+    refused = cluster.refusal("offbeat", *check, "rollout.num_workers=9")
+    assert "the cluster has 3: take rollout.num_workers <= " in refused
 
 
 @pytest.mark.alone

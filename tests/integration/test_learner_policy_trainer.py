@@ -88,7 +88,7 @@ FSDP2 = ("actor_train.strategy_args.strategy_name=fsdp2_train", "actor_train.mod
         (*MEGATRON, *MOVING),
     ],
 )
-def test_a_trainer_brought_back_goes_on_exactly(tmp_path: Path, ranks: Ranks, overrides: tuple[str, ...]) -> None:
+def test_a_trainer_brought_back_continues_exactly(tmp_path: Path, ranks: Ranks, overrides: tuple[str, ...]) -> None:
     run = run_of(tmp_path, overrides)
     trainer = begun(run, ranks)
     for step in range(2):
@@ -154,7 +154,7 @@ def test_a_run_from_another_runs_checkpoint_keeps_its_reference(tmp_path: Path, 
     assert train_on(third, GROUPS, 1) == expected
 
 
-def test_a_reference_that_nobody_has_kept_is_not_made_up(tmp_path: Path, ranks: Ranks) -> None:
+def test_a_reference_that_was_not_kept_is_not_made_up(tmp_path: Path, ranks: Ranks) -> None:
     first = run_of(tmp_path / "first", ())
     folder = first.checkpoints / "step-000000"
     folder.mkdir(parents=True)

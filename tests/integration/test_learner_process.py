@@ -48,7 +48,7 @@ def secured(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture(scope="module")
 def undisturbed(secured: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """A run that nobody disturbs."""
+    """An undisturbed run."""
     with a_run(secured, tmp_path_factory.mktemp("undisturbed"), "undisturbed") as run:
         assert run.start().wait(timeout=240) == 0
         yield run
@@ -82,9 +82,9 @@ def test_a_run_is_audited_over_tls_without_storing_its_password(
     folder = undisturbed.config.output_dir
     (folder / "config.yaml").write_text(undisturbed.config.model_dump_json())
     assert audit_run(str(folder), console=Console(width=200), redis_url=secured) == 0
-    told = capfd.readouterr().out
-    assert "PROVEN" in told
-    assert "does not answer" not in told
+    printed = capfd.readouterr().out
+    assert "PROVEN" in printed
+    assert "does not answer" not in printed
     wrong = secured.replace(tls_redis.QUOTED, "wrong")
     if wrong != secured:
         assert audit_run(str(folder), console=Console(width=200), redis_url=wrong) == 0
@@ -173,12 +173,12 @@ def test_a_learner_that_lost_its_lease_stops_with_its_own_code(redis_server: str
 def test_a_hung_learner_exits_and_its_successor_trains_all(
     redis_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its lease is renewed all the while: nobody else would miss it."""
+    """Its lease is renewed all the while: no other check would notice."""
     monkeypatch.setitem(ENVIRONMENT, "HANGS_ONCE", str(tmp_path / "hung"))
     hangs = ("zero_variance=mask", "group_filter_cls=tests.integration.hanging_filter:HangsOnce", "eval_steps=0")
     with a_run(redis_server, tmp_path, "hangs", (*hangs, "actor_train.backend_timeout=0.1", "max_steps=3")) as run:
         assert run.start().wait(timeout=240) == EXIT_HUNG
-        assert "hanging_filter.py" in (run.config.output_dir / "logs" / "learner.log").read_text(), "it tells where"
+        assert "hanging_filter.py" in (run.config.output_dir / "logs" / "learner.log").read_text(), "it names the file"
         assert run.counters().trained < 6
         assert run.start().wait(timeout=240) == 0, run.complaint()
         assert run.counters().trained == 6

@@ -22,7 +22,7 @@ FOLDER = CONFIGS / "qwen2.5-0.5b"
 SMALL = (
     *("max_steps=2", "rollout_batch_size=8", "train_env_manager.num_env_groups=2", "train_env_manager.group_size=4"),
     *("eval_steps=0", "final_val_batch_size=4", "save_steps=2", "actor_infer.kv_cache_gib=0.25"),
-    *("zero_variance=train", "entropy_loss_coef=0.01"),  # random weights get no reward to tell answers apart
+    *("zero_variance=train", "entropy_loss_coef=0.01"),  # random weights get no reward that distinguishes answers
     *("actor_train.training_args.learning_rate=1e-3", "actor_train.training_args.warmup_steps=0"),
 )
 

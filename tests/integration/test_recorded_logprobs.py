@@ -36,7 +36,7 @@ SLOW = (
 
 @pytest.mark.nightly
 def test_recorded_logprobs_are_those_of_their_versions_weights(start: Start) -> None:
-    """Turns within one version; under `keep` a longer one continues on older keys and values, which its spans tell."""
+    """Turns within one version; under `keep` a longer one continues on older keys and values, as its spans show."""
     overrides = (*WHOLE, "max_steps=5", "actor_infer.strategy_args.strategy_name=hf_infer")
     train = start(*overrides)
     finished(train, steps=5)

@@ -73,7 +73,7 @@ def test_killed_learner_and_reward_replica_lose_no_group(train: TrainProcess, tm
 
 
 def assert_rows_are_those_of_the_seed(folder: Path) -> None:
-    """Each group is of the row that its number has in a run that nobody disturbs, and no number is trained twice."""
+    """Each group is of the row that its number has in an undisturbed run, and no number is trained twice."""
     config = load_run(folder / "config.yaml", [])
     assert config.data is not None
     tags = config.train_env_manager.tags_of(config.custom_envs)

@@ -149,7 +149,7 @@ def generation_of(cluster: RayCluster, run_id: str) -> str:
 
 def test_two_runs_share_an_application_and_record_their_own_versions_logprobs(cluster: RayCluster) -> None:
     """What does not fit is refused; the replica is killed, another one is added, one run is stopped and resumed, and the
-    other one goes on.
+    other one continues.
     """
     cluster.start(num_cpus=4)
     deploy(cluster)

@@ -111,7 +111,7 @@ def test_an_ended_session_leaves_its_checkpoints_alone(server: RunningServer, se
 
 
 @pytest.mark.parametrize("with_optimizer", [True, False])
-def test_a_saved_state_goes_on_bit_for_bit(
+def test_a_saved_state_continues_bit_for_bit(
     server: RunningServer, service: tinker.ServiceClient, with_optimizer: bool
 ) -> None:
     client = create(service)
@@ -190,7 +190,7 @@ def test_a_custom_loss_has_the_gradient_of_the_same_built_in_one(
     assert are_equal(*ends)
 
 
-def test_what_is_refused_says_what_to_do_and_the_model_goes_on(service: tinker.ServiceClient) -> None:
+def test_what_is_refused_says_what_to_do_and_the_model_continues(service: tinker.ServiceClient) -> None:
     client = create(service)
     with pytest.raises(tinker.RequestFailedError, match='pass loss_fn="ppo"'):
         client.forward_backward([datum()], "stable_reinforce").result()

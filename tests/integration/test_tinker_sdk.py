@@ -186,7 +186,7 @@ def test_a_method_is_refused_with_what_to_do(clients: Clients, method: str) -> N
         given = arguments(clients)
         with pytest.raises((tinker.BadRequestError, tinker.RequestFailedError, RuntimeError), match=reason):
             call(*given)
-    assert train(clients.training, 1), "the model goes on"
+    assert train(clients.training, 1), "the model continues"
 
 
 def calls(clients: Clients, method: str) -> list[Callable[..., Any]]:

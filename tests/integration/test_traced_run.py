@@ -1,4 +1,4 @@
-"""A short `offbeat train` with traces and JSON logs: what each process tells, and how it fits together.
+"""A short `offbeat train` with traces and JSON logs: what each process reports, and how it fits together.
 
 Half of its groups are games of two seats, which the policy plays against itself.
 """

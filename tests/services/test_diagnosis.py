@@ -128,7 +128,7 @@ def test_a_run_that_ends_after_few_steps_without_a_gradient_says_what_they_were(
     assert "start from" not in filtered
 
 
-def test_a_learner_that_waits_is_told_what_for():
+def test_what_a_learner_waits_for_is_reported():
     """Rows have no rewards, and no groups in play."""
     busy = {"time/wait_s": 0.9, "time/step_s": 1.0, "actor/grad_norm": 1.0, "groups": 8.0}
     rows = diagnose([busy] * 20)
@@ -231,7 +231,7 @@ def test_entropy_that_fell_while_groups_are_silent_is_a_collapse():
         {"shaped_reward__mean": 3.0},  # a bonus: another scale than that of the env's rewards
     ],
 )
-def test_failures_that_are_left_out_are_told_from_hard_tasks(changes: dict[str, Any]):
+def test_failures_that_are_left_out_are_distinguished_from_hard_tasks(changes: dict[str, Any]):
     seen = SEEN["failures_left_out"]
     assert names(steps(**seen)) == ["failures_left_out"]
     assert names(steps(9, **seen)) == []

@@ -103,7 +103,7 @@ class Executor:
             outcome = self._apply(queued, command)
         except CodecError as error:
             outcome = CommandOutcome(Result.of_error(str(error)), is_refused=True)
-        except Exception as error:  # reported to the client, whose later commands go on
+        except Exception as error:  # reported to the client, whose later commands are executed
             logger.exception("command %d of model %s failed", queued.seq_id, queued.model_id)
             result = Result.of_error(f"{type(error).__name__}: {error}", "server")
             outcome = CommandOutcome(result, is_refused=True)

@@ -58,7 +58,7 @@ def check_targets(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def _linear_layers(config: RunConfig) -> list[str]:
-    """Return names of layers with matrices; none if the files do not tell them, as those of experts, which are merged."""
+    """Return names of layers with matrices; none if the files do not contain them, as those of experts, which are merged."""
     if config.pretrain == "tiny":
         numbers = range(0 if config.tiny.vision is not None else config.tiny.num_hidden_layers)
         return [f"model.layers.{number}.{name}" for number in numbers for name in TINY_LAYERS]

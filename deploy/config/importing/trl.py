@@ -48,7 +48,7 @@ KL_BEFORE_BASELINE = (
 
 
 def import_trl(path: Path, command: str | None = None) -> Imported:
-    """Import a file of TRL's; raises `ConfigError`. command: TRL's, if the keys do not tell."""
+    """Import a file of TRL's; raises `ConfigError`. command: TRL's, if the keys do not determine it."""
     tree, reports, remarks = translate_trl(path, command)
     return finish(path, tree, reports, remarks)
 

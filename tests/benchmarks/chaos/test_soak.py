@@ -69,7 +69,7 @@ def test_a_straight_line_is_found_exactly():
     assert not trend.exceeds(4.5)
 
 
-def test_a_short_time_tells_nothing():
+def test_a_short_time_shows_nothing():
     assert growth([0.0, 0.1, 0.2], [1.0, 2.0, 3.0]) is None
     report = SoakReport(1.0)
     _check_growth(report, [Series("quick", 1, [0.0, 0.1], [1.0, 2.0], [7, 7])], 0.1)

@@ -44,7 +44,7 @@ class Adder:
 
 
 class Falling(Adder):
-    """Is killed while it ends: it was told to, and did not come to it."""
+    """Is killed while it ends: it was asked to, and did not get to it."""
 
     def close(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -55,7 +55,7 @@ def has_ended(pid: int) -> bool:
 
 
 def kill(pid: int) -> None:
-    """Return when it has ended, nobody having waited for it."""
+    """Return when it has ended, without a waiter."""
     os.kill(pid, signal.SIGKILL)
     wait_until_sync(lambda: has_ended(pid))
 

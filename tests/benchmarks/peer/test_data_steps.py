@@ -82,7 +82,7 @@ def test_rates_leave_out_the_first_step_and_losses_are_compared() -> None:
     assert ours["loss_difference"] == pytest.approx(0.1)
 
 
-def test_a_childs_steps_are_read_and_its_end_is_told(tmp_path: Path) -> None:
+def test_a_childs_steps_are_read_and_its_end_is_reported(tmp_path: Path) -> None:
     environment = {"PYTHONPATH": ":".join(sys.path)}
     with PacedProcess("side", [sys.executable, "-c", CHILD], tmp_path, environment) as side:
         side.wait_until_ready()

@@ -240,7 +240,7 @@ def test_cpu_time_counts_between_the_steps_that_the_rates_count() -> None:
 
 
 def test_meter_includes_children(tmp_path: Path) -> None:
-    # 0.6 for 0.5: the kernel tells hundredths, rounded down
+    # 0.6 for 0.5: the kernel counts hundredths, rounded down
     work = "import time\nwhile time.process_time() < 0.6: pass\ntime.sleep(60)"
     parent = "import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', sys.argv[1]])"
     process = subprocess.Popen([sys.executable, "-S", "-c", parent, work], start_new_session=True)

@@ -192,8 +192,8 @@ def test_the_command_proves_a_run_from_its_folder_alone(run_folder: Path):
     tree = json.loads(CliRunner().invoke(app, ["audit", str(run_folder), "--json"]).output)
     assert (tree["proven"], tree["admitted"], tree["trained"], tree["steps"]) == (True, 2, 2, 2)
     assert [group["step"] for group in tree["groups"]] == [1, 2]
-    told = CliRunner().invoke(app, ["audit", str(run_folder), "--group", "1"]).output
-    assert "group 1: admitted at version 1, submitted, consumed by step 2" in told
+    shown = CliRunner().invoke(app, ["audit", str(run_folder), "--group", "1"]).output
+    assert "group 1: admitted at version 1, submitted, consumed by step 2" in shown
 
 
 def test_a_run_is_audited_on_a_machine_that_could_not_train_it(run_folder: Path):
@@ -249,7 +249,7 @@ LOST_JOURNAL = [
 
 
 def test_a_redis_that_lost_events_and_was_reconciled_is_proven():
-    """Redis had kept the admissions alone; group 2 was held by the learner, group 5 known to nobody."""
+    """Redis had kept the admissions alone; group 2 was held by the learner, group 5 was unknown."""
     after = reconciled(
         (0, "restored", "1:0"),
         (2, "submitted", "0"),

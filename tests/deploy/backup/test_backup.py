@@ -114,7 +114,7 @@ async def test_backups_of_a_running_run_are_each_whole_and_proven(tmp_path: Path
 
 
 async def test_a_restored_run_trains_the_groups_that_it_held(originals: Path, tmp_path: Path):
-    """Its next learner repeats the unsaved step on the same groups, goes on, and the audit proves all of it."""
+    """Its next learner repeats the unsaved step on the same groups, continues, and the audit proves all of it."""
     journal, _ = read_step_ledger(originals / "run")
     unsaved = [group.number for group in journal[-1].groups]  # type: ignore[union-attr]
     folder = restore(originals / "run.tar", tmp_path / "elsewhere").folder

@@ -22,7 +22,7 @@ def test_list_shows_every_env_with_its_settings():
     assert "num_boxes" in out
 
 
-def test_check_tells_times_and_that_all_is_well():
+def test_check_reports_times_and_that_all_is_well():
     done = offbeat("env", "check", "sokoban", "num_boxes=2", "dim_room=[6, 7]")
     assert done.exit_code == 0, done.output
     assert "sokoban holds the contract" in done.output
@@ -39,7 +39,7 @@ def test_tasks_that_need_a_container_are_listed_with_the_reason(tmp_path: Path):
 
 
 @needs_shell
-def test_solutions_are_run_and_one_that_fails_is_told(tmp_path: Path):
+def test_solutions_are_run_and_one_that_fails_is_reported(tmp_path: Path):
     example = TaskFolder(tmp_path / "example")
     example.write("solution/solve.sh", "echo 1 > answer\n")
     TaskFolder(tmp_path / "broken").write("solution/solve.sh", "exit 1\n")
@@ -58,7 +58,7 @@ def test_solutions_are_run_and_one_that_fails_is_told(tmp_path: Path):
         (["sokoban", "num_boxes=[1"], 2, "is no YAML"),
     ],
 )
-def test_a_wrong_name_or_setting_is_told_without_a_traceback(arguments: list[str], code: int, says: str):
+def test_a_wrong_name_or_setting_is_reported_without_a_traceback(arguments: list[str], code: int, says: str):
     done = offbeat("env", "check", *arguments)
     assert done.exit_code == code
     assert says in done.output

@@ -152,7 +152,7 @@ def test_inspect_shows_the_evaluations_of_a_run(tmp_path: Path):
     assert "== episode 0: T, seed 1: reward 1, success ==\nsys\nsee\ndo" in done.output
 
 
-def test_mistakes_are_told_in_a_line_and_end_with_2(folder: Path, recorded: Path, tmp_path: Path):
+def test_mistakes_are_reported_in_a_line_and_end_with_2(folder: Path, recorded: Path, tmp_path: Path):
     (tmp_path / "x.parquet").write_text("no")
     for arguments, says in (
         (("play", "frozenlake"), "did you mean frozen_lake?"),

@@ -152,7 +152,7 @@ def test_a_pipe_gets_a_line_when_something_changes_and_not_at_each_poll():
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_death_is_told_once_with_its_cause(terminal: bool):
+def test_a_death_is_reported_once_with_its_cause(terminal: bool):
     file = io.StringIO()
     with open_view("lake", Console(file=file, width=200, force_terminal=terminal, highlight=False)) as shown:
         shown.show(view(), history())
@@ -160,8 +160,8 @@ def test_a_death_is_told_once_with_its_cause(terminal: bool):
         for _ in range(2):
             shown.show(view(learner=Health.STARTING, restarts=1), history())
         shown.show(view(restarts=2), history())
-    told = [line for line in file.getvalue().splitlines() if "died" in line]
-    assert [line[line.index("learner") :].strip() for line in told] == [
+    deaths = [line for line in file.getvalue().splitlines() if "died" in line]
+    assert [line[line.index("learner") :].strip() for line in deaths] == [
         "learner died: killed by SIGKILL; restart 1",
         "learner died; restart 2",
     ]

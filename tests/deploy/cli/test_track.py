@@ -17,7 +17,7 @@ from tests.trainer.trackers.test_supervisor import NOTEBOOK, PROGRESS_FILE, note
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Of a run of three steps that was not told of the tracker, with rows of the first two."""
+    """Of a run of three steps without the tracker, with rows of the first two."""
     config = load_run(QUICKSTART, ["max_steps=3", f"output_dir={tmp_path}"])
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
     append(tmp_path, step(1), evaluation(1), step(2))
@@ -75,7 +75,7 @@ def test_one_call_at_a_time_sends(folder: Path):
         (["nowhere", NOTEBOOK], "there is no run in nowhere"),
     ],
 )
-def test_a_user_s_mistake_is_told_in_one_line(folder: Path, arguments: list[str], says: str):
+def test_a_user_s_mistake_is_reported_in_one_line(folder: Path, arguments: list[str], says: str):
     result = CliRunner().invoke(app, ["track", *(str(folder) if each == "FOLDER" else each for each in arguments)])
     assert result.exit_code == 2
     assert says in result.stderr
@@ -83,7 +83,7 @@ def test_a_user_s_mistake_is_told_in_one_line(folder: Path, arguments: list[str]
     assert not notes(folder, "opened")
 
 
-def test_a_run_that_has_measured_nothing_is_told_of(folder: Path):
+def test_a_run_that_has_measured_nothing_is_reported(folder: Path):
     (folder / "metrics.jsonl").unlink()
     with pytest.raises(TrackError, match="has measured nothing yet"):
         track(folder)

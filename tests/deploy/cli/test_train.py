@@ -21,7 +21,7 @@ from tests.paths import QUICKSTART
 pytestmark = pytest.mark.slow
 
 
-def test_the_command_that_goes_on_keeps_what_the_run_was_started_with():
+def test_the_command_that_resumes_keeps_what_the_run_was_started_with():
     said = resume_command(Path("my runs/a.yaml"), ["seed=2", "+x={a: 'b c'}"])
     assert shlex.split(said) == [
         *("offbeat", "train", "my runs/a.yaml"),
@@ -30,7 +30,7 @@ def test_the_command_that_goes_on_keeps_what_the_run_was_started_with():
 
 
 @pytest.mark.parametrize("given", ["resume_from_checkpoint=true", "++resume_from_checkpoint=/a/step-000005"])
-def test_the_command_that_goes_on_says_so_once(given: str):
+def test_the_command_that_resumes_says_so_once(given: str):
     assert (
         resume_command(Path("a.yaml"), [given, "seed=2"]) == "offbeat train a.yaml seed=2 resume_from_checkpoint=true"
     )
@@ -49,14 +49,14 @@ def test_a_stopped_run_reports_the_step_of_its_checkpoint(tmp_path: Path):
     assert describe_stop(config, 9) == f"{message}\nLater steps, up to 9, will be trained again."
 
 
-def test_a_folder_that_can_not_be_had_is_told_in_a_line():
+def test_a_folder_that_can_not_be_had_is_reported_in_a_line():
     command = [sys.executable, "-m", "offbeat.deploy.cli.app", "train", str(QUICKSTART), "output_dir=/dev/null/run"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
     assert done.stderr.startswith("offbeat: output_dir /dev/null/run can't be used: ")
 
 
-def test_a_busy_port_is_told_before_anything_starts(tmp_path: Path):
+def test_a_busy_port_is_reported_before_anything_starts(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         command = [sys.executable, "-m", "offbeat.deploy.cli.app", "train", str(QUICKSTART), f"control.port={port}"]
@@ -121,7 +121,7 @@ sys.exit(_train(load_run(Path(sys.argv[1]), [f"output_dir={sys.argv[2]}"]), "", 
 """
 
 
-def test_a_run_whose_output_nobody_reads_any_more_leaves_nothing(tmp_path: Path):
+def test_a_run_whose_output_is_closed_leaves_nothing(tmp_path: Path):
     (tmp_path / "run").mkdir()
     command = [sys.executable, "-c", TALKS, str(QUICKSTART), str(tmp_path / "run"), str(tmp_path / "killed")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as talking:

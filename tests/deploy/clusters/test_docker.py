@@ -58,7 +58,7 @@ def test_dockerfiles_are_clean(path: Path):
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_dockerfiles_copy_what_is_there_and_run_as_nobody_special(path: Path):
+def test_dockerfiles_copy_what_is_there_and_run_without_root(path: Path):
     text = path.read_text()
     scripts = re.findall(r"install -m 755 (\S+)", text)
     assert [os.access(ROOT / script, os.X_OK) for script in scripts] == [True]
@@ -154,8 +154,8 @@ def answers(port: int) -> bool:
 
 
 def test_redis_of_a_container_has_the_password_and_an_append_only_file(started: int):
-    with Redis(port=started) as nobody, pytest.raises(AuthenticationError):
-        nobody.ping()
+    with Redis(port=started) as anonymous, pytest.raises(AuthenticationError):
+        anonymous.ping()
     with Redis(port=started, password="secret") as client:
         wanted = {"appendonly": "yes", "maxmemory-policy": "noeviction", "save": ""}
         assert {name: client.config_get(name)[name] for name in wanted} == wanted  # type: ignore[index]

@@ -210,8 +210,8 @@ def test_a_critic_without_mapping_takes_free_devices() -> None:
 
 
 def test_a_critic_shares_none_of_its_devices() -> None:
-    told = issues(config(**critic(num_processes=1)), ONE_GPU)["critic.num_processes"]
-    assert told.startswith("critic need 1 GPU(s) of their own, beside 1 of engines and learner")
+    problem = issues(config(**critic(num_processes=1)), ONE_GPU)["critic.num_processes"]
+    assert problem.startswith("critic need 1 GPU(s) of their own, beside 1 of engines and learner")
     run = config({"device_mapping": [0, 1]}, {"device_mapping": [2]}, **critic(device_mapping=[1]))
     assert (
         issues(run, TWO_NODES)["critic.device_mapping"]

@@ -1,6 +1,6 @@
 """No key is accepted and without effect: each is read by code that does more than check it.
 
-By name; `python -m tests.deploy.config.typed_reads` tells keys of one name in several models apart.
+By name; `python -m tests.deploy.config.typed_reads` distinguishes keys of one name in several models.
 """
 
 import ast

@@ -36,7 +36,7 @@ def refused(*overrides: str, path: Path = QUICKSTART) -> dict[str, str]:
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.stem)
 def test_every_configuration_of_the_project_can_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Those of data pipelines name the files that their first lines tell to make."""
+    """Those of data pipelines name the files that their first lines say to make."""
     monkeypatch.chdir(tmp_path)
     for name, make in (("walks", conversations), ("lake", conversations), ("pairs", pairs)):
         for file in (name, f"{name}_val"):

@@ -90,7 +90,7 @@ def test_a_gpu_without_room_for_the_versions_keeps_files(gib: float | None, chos
 
 
 @pytest.mark.parametrize("is_windows", [False, True])
-def test_a_machine_with_one_gpu_is_told_its_transport(
+def test_a_machine_with_one_gpu_gets_its_transport(
     is_windows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`offbeat config show` and `train` take the loaded run."""

@@ -1,4 +1,4 @@
-"""The exact search for keys that nothing reads tells models with fields of one name apart."""
+"""The exact search for keys that nothing reads distinguishes models with fields of one name."""
 
 from pathlib import Path
 

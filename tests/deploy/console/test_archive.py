@@ -21,7 +21,7 @@ def numbers(archive: FolderArchive, **query: object) -> list[int]:
     return [group.number for group in archive.groups(GroupQuery(**query)).groups]  # pyright: ignore[reportArgumentType]
 
 
-def test_each_state_is_told_with_its_reason_and_times(archive: FolderArchive) -> None:
+def test_each_state_has_its_reason_and_times(archive: FolderArchive) -> None:
     by_number = {group.number: group for group in archive.groups(GroupQuery()).groups}
     assert {number: group.state for number, group in by_number.items()} == {
         0: "trained",

@@ -37,7 +37,7 @@ def test_a_frame_is_drawn_for_each_observation(episode: EpisodeToReplay) -> None
     assert frames[0].tobytes() != frames[2].tobytes()
 
 
-def test_an_env_that_plays_otherwise_is_told_with_the_turn(episode: EpisodeToReplay) -> None:
+def test_an_env_that_plays_otherwise_is_reported_with_the_turn(episode: EpisodeToReplay) -> None:
     with pytest.raises(NotRecordedError, match="observation of turn 0 is another one"):
         render_frames(replace(episode, seed=episode.seed + 1))
     with pytest.raises(NotRecordedError, match="observation of turn 1 is another one"):
@@ -59,7 +59,7 @@ def test_an_episode_of_images_is_compared_by_its_images(episode: EpisodeToReplay
         render_frames(replace(episode, env=env))
 
 
-def test_what_can_not_be_drawn_is_told(episode: EpisodeToReplay) -> None:
+def test_what_can_not_be_drawn_is_reported(episode: EpisodeToReplay) -> None:
     with pytest.raises(NotRecordedError, match="it has no digests"):
         render_frames(replace(episode, digests=["", ""]))
     missing = CustomEnv(env_type="no_such_module:Env")

@@ -29,7 +29,7 @@ MOVING = {
     "offbeat_learner_reward": "0.4+0.001x480",
     "offbeat_learner_actor_entropy_nats": "1-0.001x480",
 }
-"""What moves in a run that goes on, beside what stays as recorded; one value a minute."""
+"""What moves in a run that continues, beside what stays as recorded; one value a minute."""
 FAULTS: dict[str, dict[str, str]] = {
     "OffbeatUnreachable": {"up": "1+0x470 0+0x10"},
     "OffbeatRedisDown": {"offbeat_redis_up": "1+0x470 0+0x10"},

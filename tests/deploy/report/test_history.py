@@ -96,7 +96,7 @@ def test_a_pause_between_two_commands_does_not_count_as_time_of_the_run():
     assert RunHistory().seconds(5.0) == 0
 
 
-def test_a_metric_that_nobody_measured_is_nan():
+def test_a_metric_that_was_not_measured_is_nan():
     history = grown(step(1, 1.0))
     assert history.last_step
     for each in (history.last_step, *history.steps.newest()):

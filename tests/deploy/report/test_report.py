@@ -189,7 +189,7 @@ def test_a_rest_run_has_the_attempts_of_its_history(
     assert (tmp_path / "learning_curve.png").stat().st_size > 1000
 
 
-def test_the_table_tells_spread_length_pass_at_k_and_each_tag(config: RunConfig, tmp_path: Path):
+def test_the_table_shows_spread_length_pass_at_k_and_each_tag(config: RunConfig, tmp_path: Path):
     history = RunHistory()
     for when, at in (("before", 0), ("after", 9)):
         played = [
@@ -233,7 +233,7 @@ def test_the_table_names_held_out_tasks_if_there_are_episodes(
         assert is_told is (evaluated is not history and is_named)
 
 
-def test_a_data_pipelines_report_tells_its_losses(tmp_path: Path):
+def test_a_data_pipelines_report_shows_its_losses(tmp_path: Path):
     write_rows(tmp_path / "rows.jsonl", conversations(4))
     rows = [f"data.{name}={tmp_path / 'rows.jsonl'}" for name in ("dataset_name", "val_dataset_name")]
     config = load_run(CONFIGS / "sft.yaml", [f"output_dir={tmp_path}", *rows])

@@ -50,4 +50,4 @@ async def test_a_start_that_waits_for_the_learner_can_be_cancelled(
     assert done
     assert opening.cancelled()
     await asyncio.sleep(0)
-    assert asyncio.all_tasks() == before, "the engine's loop goes on"
+    assert asyncio.all_tasks() == before, "the engine's loop continues"

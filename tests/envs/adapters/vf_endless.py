@@ -1,4 +1,4 @@
-"""A taskset of verifiers that goes on for ever."""
+"""A taskset of verifiers that never ends."""
 
 import itertools
 

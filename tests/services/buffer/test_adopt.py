@@ -60,7 +60,7 @@ async def test_admission_follows_the_new_bound_and_temperature_at_once(run: Run,
     assert [(task.number, task.temperature) for task in tasks] == [(4, 0.9), (4, 0.9), (5, 0.9), (5, 0.9)]
 
 
-async def test_a_group_tells_the_learner_what_it_was_sampled_at(run: Run, redis: Redis):
+async def test_a_group_shows_the_learner_what_it_was_sampled_at(run: Run, redis: Redis):
     await run.complete_groups(1)
     ask(redis, temperature=0.25)
     run.learner.adopt(0)
@@ -116,7 +116,7 @@ async def test_a_learner_that_was_replaced_adopts_nothing(run: Run, redis: Redis
     assert redis.hlen(RunKeys(RUN).adopted) == 0
 
 
-async def test_history_tells_what_was_adopted_when(run: Run, redis: Redis):
+async def test_history_shows_what_was_adopted_when(run: Run, redis: Redis):
     ask(redis, learning_rate=0.5)
     run.learner.adopt(3)
     ((_, fields),) = redis.xrange(RunKeys(RUN).history)  # type: ignore[misc]

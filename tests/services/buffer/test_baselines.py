@@ -62,7 +62,7 @@ async def test_unneeded_siblings_are_cancelled_before_the_baseline_ends(run: Run
     assert run.keys_left("claims:") == []
 
 
-async def test_a_spare_sibling_that_nobody_plays_yet_leaves_the_queue(run: Run):
+async def test_a_spare_sibling_that_is_not_played_yet_leaves_the_queue(run: Run):
     for task in await run.buffer.claim("w", 2):
         await run.submit(task)
     assert run.learner.snapshot().queued_train == 1

@@ -54,7 +54,7 @@ async def test_the_thread_follows_and_brings_the_rest_when_it_ends(run: Run, red
     assert len(read_ledger(tmp_path)) == 6
 
 
-async def test_events_of_an_older_version_are_copied_and_told(
+async def test_events_of_an_older_version_are_copied_and_reported(
     run: Run, redis: Redis, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     redis.xadd(BufferKeys(RUN).life, {"n": 7, "e": "admitted", "d": "0"})

@@ -51,7 +51,7 @@ async def test_admission_order_waits_for_earlier_running_groups(run: Run):
     assert delivered == [[], [0], [], [1, 2, 3]]
 
 
-async def test_in_order_of_admission_nobody_waits_for_a_group_that_failed(run: Run):
+async def test_in_order_of_admission_a_failed_group_is_not_awaited(run: Run):
     tasks = await run.buffer.claim("w", 8)
     learner = run.next_learner(order="admission")
     for task in tasks:
@@ -307,7 +307,7 @@ async def test_a_dead_workers_evaluation_episodes_are_played_by_another(run: Run
     assert {(t.group_id, t.number, t.attempt) for t in again} == {("mid", 0, 1), ("mid", 1, 1)}
 
 
-async def test_a_fresh_redis_goes_on_where_the_checkpoint_stands(redis: Redis, async_redis: AsyncRedis):
+async def test_a_fresh_redis_continues_from_the_checkpoint(redis: Redis, async_redis: AsyncRedis):
     run = Run.begin(redis, async_redis, limits(max_staleness=0.0), step=5)
     assert run.learner.reconcile(Proof(num_trained=10)).num_added == 10
     assert run.learner.reconcile(Proof(num_trained=10)).num_added == 0

@@ -235,7 +235,7 @@ async def test_what_was_trained_but_neither_saved_nor_remembered_is_dropped_as_l
     await world.play(world.worker, 2)
     learner.train()
     await world.lose()
-    learner.buffer.adopt(1)  # it goes on, and dies before it can save
+    learner.buffer.adopt(1)  # it continues, and dies before it can save
     learner.die()
     successor = world.learner()
     assert successor.buffer.take(0) is None
@@ -266,7 +266,7 @@ async def test_a_lost_version_is_announced_again_once_the_data_is_reconciled(wor
     learner.die()
 
 
-async def test_an_emptied_redis_goes_on_with_the_learner_that_lives(world: World):
+async def test_an_emptied_redis_continues_with_the_live_learner(world: World):
     learner = world.learner()
     await world.play(world.worker, 2)
     groups = learner.train()

@@ -47,7 +47,7 @@ async def test_a_refused_call_does_not_touch_its_neighbours(run_script: AsyncBuf
     assert isinstance(fenced, FencedError)
 
 
-async def test_a_redis_that_forgot_its_scripts_is_told_them_again(redis: Redis, run_script: AsyncBufferScripts) -> None:
+async def test_a_redis_that_forgot_its_scripts_gets_them_again(redis: Redis, run_script: AsyncBufferScripts) -> None:
     for _ in range(2):
         redis.script_flush()
         assert await asyncio.gather(*(submit_late(run_script, i) for i in range(5))) == ["late"] * 5

@@ -62,7 +62,7 @@ async def test_the_first_members_win_and_the_redundant_ones_are_cancelled(redis:
     assert [t.index for t in group.trajectories] == [1, 3]
 
 
-async def test_redundant_members_that_nobody_plays_leave_the_queue(redis: Redis, async_redis: AsyncRedis):
+async def test_redundant_members_that_are_not_played_leave_the_queue(redis: Redis, async_redis: AsyncRedis):
     run = Run.begin(redis, async_redis, limits(redundancy=2, max_groups_in_flight=1))
     zero, one = await run.buffer.claim("w", 2)
     assert run.learner.snapshot().queued_train == 2

@@ -29,7 +29,7 @@ async def test_a_step_is_decided_once_and_never_after_its_weights_exist(run: Run
     assert [change.values["max_staleness"] for change in run.learner.adopt(6).changes] == [2.0, 3.0]
 
 
-async def test_what_was_decided_is_told_again_only_where_it_is_lost(run: Run, redis: Redis):
+async def test_what_was_decided_is_sent_again_only_where_it_is_lost(run: Run, redis: Redis):
     ask(redis, learning_rate=0.5)
     assert run.learner.suggest(4, {"max_staleness": 2.0}, "", if_lost=True)
     assert not run.learner.suggest(5, {"max_staleness": 3.0}, "", if_lost=True)

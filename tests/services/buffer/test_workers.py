@@ -30,7 +30,7 @@ async def test_a_worker_that_beats_keeps_its_episodes(redis: Redis, async_redis:
     assert run.learner.snapshot().workers[0].episodes + run.learner.snapshot().workers[1].episodes == len(tasks)
 
 
-async def test_a_worker_thought_dead_is_told_to_stop_what_others_play(run: Run):
+async def test_a_worker_thought_dead_is_ordered_to_stop_what_others_play(run: Run):
     tasks = await run.buffer.claim("slow", 2)
     run.silence("slow")
     other = run.other_worker()
@@ -38,7 +38,7 @@ async def test_a_worker_thought_dead_is_told_to_stop_what_others_play(run: Run):
     assert set((await run.buffer.heartbeat("slow")).cancelled) == set(tasks)
 
 
-async def test_silence_while_redis_was_away_kills_nobody(run: Run, redis: Redis):
+async def test_silence_while_redis_was_away_kills_no_worker(run: Run, redis: Redis):
     await run.buffer.claim("a", 2)
     other = run.other_worker()
     await other.claim("b", 2)

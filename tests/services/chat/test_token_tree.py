@@ -209,7 +209,7 @@ async def test_rewards_belong_to_the_answer_before_them(plain: ChatTemplate):
     assert [turn.reward for turn in session.close().turns] == [3.25, 4.0]
 
 
-async def test_bare_text_and_token_ids_go_on_from_what_was_sampled(plain: ChatTemplate):
+async def test_bare_text_and_token_ids_continue_what_was_sampled(plain: ChatTemplate):
     policy = Scripted(plain, ["one", "two", "three"])
     session = session_of(policy)
     session.deliver(await session.answer(ModelRequest(prompt="Q: a\nA:")))

@@ -1,4 +1,4 @@
-"""Tool calls in forms that are no JSON, read by vLLM's parsers; the conversation goes on as one sequence all the same."""
+"""Tool calls in forms that are no JSON, read by vLLM's parsers; the conversation continues as one sequence all the same."""
 
 import pytest
 from transformers import PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""Functions of an env, told and called in each chat template's own form: what a template writes is what is read, and an
+"""Functions of an env, shown and called in each chat template's own form: what a template writes is what is read, and an
 episode that calls them is one sequence of the tokens that were sampled."""
 
 from collections.abc import Callable
@@ -188,8 +188,8 @@ def test_an_empty_thought_before_a_call_is_no_part_of_its_form() -> None:
     assert call.name == "price"
 
 
-def test_a_template_that_tells_of_no_functions_is_refused(folder_of: Callable[..., Path]) -> None:
-    with pytest.raises(RolloutError, match="does not tell the policy of functions"):
+def test_a_template_without_functions_is_refused(folder_of: Callable[..., Path]) -> None:
+    with pytest.raises(RolloutError, match="does not show functions"):
         load_function_template(folder_of(PLAIN))
 
 

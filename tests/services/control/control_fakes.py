@@ -1,4 +1,4 @@
-"""A mesh whose components do as they are told."""
+"""A mesh whose components are set by the test."""
 
 from dataclasses import dataclass, field
 

@@ -74,7 +74,7 @@ class UnevenRedis(Redis):
 
 @dataclass
 class TickingClock(FakeClock):
-    """Time that differs at each look, as a start's time tells it from others."""
+    """Time that differs at each look, as its time distinguishes a start from others."""
 
     def __call__(self) -> float:
         self.now += 0.001

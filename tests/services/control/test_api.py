@@ -139,7 +139,7 @@ async def test_bad_calls_are_answered_by_4xx_that_a_program_can_read(
     assert code(answer)
 
 
-async def test_a_run_tells_its_state_counters_and_components(api: ApiHarness):
+async def test_a_run_shows_its_state_counters_and_components(api: ApiHarness):
     await api.start("a")
     await api.store.components.set_observations("a", {"learner": Observation(Health.DEAD, "exit code 1")})
     redis: Any = api.redis
@@ -268,7 +268,7 @@ async def test_a_death_while_files_are_removed_leaves_no_record_without_files(
     assert not await api.redis.exists(RunKeys("a").record)
 
 
-async def test_why_tells_a_chain_and_a_sentence(api: ApiHarness):
+async def test_why_shows_a_chain_and_a_sentence(api: ApiHarness):
     await api.start("a", RunState.PREPARING)
     why = await api.client.why("a")
     assert why.sentence == "The run makes its folder and its model ready."
@@ -308,7 +308,7 @@ async def test_a_read_only_redis_is_a_503_and_reads_are_answered(redis_url: str)
     await redis.aclose()
 
 
-async def test_an_unexpected_failure_tells_no_traceback(api: ApiHarness):
+async def test_an_unexpected_failure_shows_no_traceback(api: ApiHarness):
     await api.start("a")
     await api.redis.hset(RunKeys("a").progress, "version", "nonsense")  # pyright: ignore[reportGeneralTypeIssues]
     answer = await api.http.get("/runs/a")

@@ -1,4 +1,4 @@
-"""What a person asks of a run: that it stop, pause, go on, or change."""
+"""What a person asks of a run: that it stop, pause, continue, or change."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -34,7 +34,7 @@ async def test_stopping_a_run_that_is_over_changes_nothing(api: ApiHarness):
     assert (await api.client.stop("a")).wanted is DesiredState.RUNNING
 
 
-async def test_a_run_pauses_and_goes_on_and_neither_once_it_ends(api: ApiHarness):
+async def test_a_run_pauses_and_resumes_and_neither_once_it_ends(api: ApiHarness):
     await api.start("a")
     assert (await api.client.pause("a")).wanted is DesiredState.PAUSED
     assert (await api.client.pause("a")).wanted is DesiredState.PAUSED

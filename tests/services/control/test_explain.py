@@ -1,4 +1,4 @@
-"""The chain that `why` tells, in every state that a run can be in."""
+"""The chain that `why` shows, in every state that a run can be in."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -62,7 +62,7 @@ def snapshot(state: RunState = RunState.RUNNING, **changes: Any) -> RunSnapshot:
     return RunSnapshot(**(values | changes))
 
 
-def told(links: Sequence[Cause]) -> list[tuple[str, str, str | None]]:
+def links_of(links: Sequence[Cause]) -> list[tuple[str, str, str | None]]:
     return [(link.component, link.state, link.waits_for) for link in links]
 
 
@@ -70,7 +70,7 @@ def test_the_chain_leads_from_the_learner_to_a_loading_replica():
     """The learner waits for a group, whose episodes wait for a replica that loads weights."""
     loading = ReplicaReport(11, NOW - 0.3, ReplicaLoad(9, 9, loading=12, loading_since=NOW - 0.4))
     links = chain(snapshot(replicas={"r0": loading}))
-    assert told(links) == [
+    assert links_of(links) == [
         ("learner", "waits", "group 41"),
         ("group 41", "playing", "episodes"),
         ("episodes", "waits", "generation"),
@@ -99,13 +99,13 @@ def test_each_link_waits_for_the_next():
         ({}, "no replica of which answers (starting, a replica is being replaced)."),
     ],
 )
-def test_generation_tells_what_it_is_at(replicas: dict[str, ReplicaReport], ends: str):
+def test_what_generation_does_is_reported(replicas: dict[str, ReplicaReport], ends: str):
     seen = READY | {"generation": Observation(Health.STARTING, "a replica is being replaced")}
     assert sentence(chain(snapshot(replicas=replicas, observations=seen))).endswith(ends)
 
 
 @pytest.mark.parametrize(("version", "serves"), [(11, "version 11"), (-1, "nothing yet")])
-def test_a_replica_whose_share_hangs_is_told_of_though_it_goes_on_sampling(version: int, serves: str):
+def test_a_replica_whose_share_hangs_is_reported_though_it_samples(version: int, serves: str):
     hangs = ReplicaReport(version, NOW - 0.3, ReplicaLoad(7), fetching=FetchState(12, NOW - 95.0, "fs:/nfs/weights"))
     told_of = f"; but replica r0 serves {serves} and has been fetching version 12 for 95 s from fs:/nfs/weights: "
     told_of += "the share may hang"
@@ -141,7 +141,7 @@ def test_one_episode_is_spoken_of_as_one_and_never_as_more_than_there_are():
     assert "3 of its 8 episodes are still running; they wait for their env to answer since 2.0 s" in said
 
 
-def test_an_agent_that_thinks_is_told_apart_from_its_env():
+def test_an_agent_that_thinks_is_distinguished_from_its_env():
     scored = chain(snapshot(workers={"w0": report({"41": {"reward": [3, NOW - 4.0]}})}))
     assert (scored[-1].waits_for, scored[-1].text.endswith("for their rewards since 4.0 s")) == ("reward", True)
     links = chain(snapshot(workers={"w0": report({"41": {"agent": [3, NOW - 4.0], "env": [1, NOW - 0.1]}})}))
@@ -195,7 +195,7 @@ def test_a_busy_learner_keeps_rollouts_waiting_at_the_staleness_bound(doing: dic
     assert [link.text for link in chain(snapshot(learner=learner))] == [says]
     idle = replace(BUFFER, admission=Admission.STALENESS_BOUND, workers=(WorkerState("w0", 0.1, 0),))
     links = chain(snapshot(learner=learner, buffer=idle))
-    assert told(links)[0] == ("env workers", "waits", "learner")
+    assert links_of(links)[0] == ("env workers", "waits", "learner")
     assert links[1].text == says
 
 
@@ -229,7 +229,7 @@ def test_a_dead_learner_is_being_replaced():
     )
 
 
-def test_what_a_dead_learner_said_is_not_told_of_the_one_that_starts():
+def test_reports_of_a_dead_learner_are_not_those_of_the_one_that_starts():
     learner = LearnerReport("training", {"stage": "train", "step": 12, "since": NOW - 30})
     assert chain(snapshot(learner=learner, leased=False))[-1].state == "starting"
 
@@ -260,7 +260,7 @@ def test_an_evaluation_is_waited_for():
     learner = LearnerReport("evaluating the result", {"stage": "checkpoint", "step": 100, "since": NOW})
     waits = {"w0": report({}, **{"after-greedy-100": {"generation": [5, NOW - 0.5]}})}
     done = chain(snapshot(learner=replace(learner, doing={"stage": "evaluating"}), workers=waits, groups=()))
-    assert told(done)[:2] == [("learner", "waits", "evaluation"), ("evaluation", "playing", "episodes")]
+    assert links_of(done)[:2] == [("learner", "waits", "evaluation"), ("evaluation", "playing", "episodes")]
     assert "5 of its episodes are playing" in sentence(done)
 
 
@@ -288,7 +288,7 @@ def test_every_state_has_a_chain_even_before_any_part_has_said_a_word(state: Run
     assert sentence(links).endswith(".")
 
 
-def test_a_paused_run_says_how_it_goes_on():
+def test_a_paused_run_says_how_to_resume_it():
     said = sentence(chain(snapshot(RunState.PAUSED)))
     assert said == "The run is paused: `offbeat runs resume lake` resumes it; 8 running episodes finish first."
 
@@ -311,7 +311,7 @@ def test_troubles_follow_the_chain():
         "reconciled for 40 s: the control service hangs or is being replaced."
     )
     over = replace(record, state=RunState.FINISHED)
-    assert told(chain(snapshot(record=over))) == [("run", "finished", None)]
+    assert links_of(chain(snapshot(record=over))) == [("run", "finished", None)]
 
 
 @pytest.mark.parametrize(
@@ -334,11 +334,11 @@ def test_a_read_only_redis_is_named_first():
     refusal = "Redis refuses writes: OOM command not allowed (raise its maxmemory)"
     silent = replace(snapshot().record, beat=NOW - 500)
     links = chain(snapshot(redis_trouble=refusal, record=silent))
-    assert told(links)[0] == ("redis", "refuses", None)
+    assert links_of(links)[0] == ("redis", "refuses", None)
     assert sentence(links).startswith(f"{refusal}: everything waits for it")
     assert "control" not in [link.component for link in links]
     over = replace(silent, state=RunState.FINISHED)
-    assert told(chain(snapshot(redis_trouble=refusal, record=over))) == [("run", "finished", None)]
+    assert links_of(chain(snapshot(redis_trouble=refusal, record=over))) == [("run", "finished", None)]
 
 
 def test_episodes_that_fail_often_are_reported_with_their_error():

@@ -110,7 +110,7 @@ async def test_a_learner_of_the_run_before_is_fenced(
             await old.refused()
         assert redis.hgetall(KEYS.progress) == {b"version": b"0", b"step": b"0"}
     assert redis.get(KEYS.lease) is None
-    assert redis.ttl(KEYS.epoch) == -1, "the epoch of a run that goes on does not expire"
+    assert redis.ttl(KEYS.epoch) == -1, "the epoch of a run that continues does not expire"
 
 
 async def test_a_learner_of_a_deleted_run_is_fenced_and_writes_no_key_of_it(

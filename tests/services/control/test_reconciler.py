@@ -128,7 +128,7 @@ async def test_a_component_that_always_dies_fails_the_run_with_cause_and_log(
     assert all(component.health is not Health.READY for component in mesh.components)
 
 
-async def test_a_run_that_gets_further_between_deaths_goes_on_for_ever(
+async def test_a_run_that_gets_further_between_deaths_is_restarted_without_limit(
     reconciler: Reconciler, mesh: FakeMesh, async_redis: Redis, clock: FakeClock
 ):
     await reconcile_until(reconciler, RunState.RUNNING)
@@ -222,7 +222,7 @@ async def test_a_graceful_stop_drains_and_stops_the_learner_before_the_others(
     assert mesh["generation"].stops == [False]
 
 
-async def test_a_graceful_stop_that_takes_too_long_goes_on_without_grace(
+async def test_a_graceful_stop_that_takes_too_long_continues_without_grace(
     reconciler: Reconciler, mesh: FakeMesh, store: RunStore, clock: FakeClock
 ):
     await reconcile_until(reconciler, RunState.RUNNING)

@@ -108,7 +108,7 @@ async def test_a_lost_record_is_not_said_to_be_of_no_run(store: RunStore, mesh: 
 
 
 async def test_a_record_that_redis_has_lost_is_written_again(store: RunStore, mesh: FakeMesh):
-    """It keeps its id, so that the run's parts go on; a deleted run does not come back."""
+    """It keeps its id, so that the run's parts continue; a deleted run does not come back."""
     reconciler = Reconciler(store, lambda _: mesh, reconcile_s=0.02)
     running = asyncio.create_task(reconciler.run())
 

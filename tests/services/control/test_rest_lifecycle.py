@@ -260,7 +260,7 @@ class Lifecycle(LifecycleCalls):
             for suffix in ("/why", "/quarantine", "/metrics"):
                 assert (await self.of("GET", name, suffix)).status_code == expected
             if view is None or view["state"] not in OVER:
-                return  # an active run's stream goes on: test_event_stream.py
+                return  # an active run's stream continues: test_event_stream.py
             stream = await self.of("GET", name, "/events", params={"from_start": "true"})
             assert stream.status_code == 200
             events = [line.removeprefix("data: ") for line in stream.text.splitlines() if line.startswith("data: {")]

@@ -86,13 +86,13 @@ async def test_creating_the_same_run_again_changes_nothing(store: RunStore):
     assert (again, new) == (first, False)
 
 
-async def test_a_run_that_goes_on_is_not_replaced_by_another_of_its_name(store: RunStore):
+async def test_an_active_run_is_not_replaced_by_another_of_its_name(store: RunStore):
     await store.create(SPEC)
     with pytest.raises(RunExistsError, match="'lake' is preparing"):
         await store.create(OTHER)
 
 
-async def test_a_run_that_nobody_looks_after_any_more_is_replaced(store: RunStore):
+async def test_a_run_without_a_reconciler_is_replaced(store: RunStore):
     await store.create(SPEC)
     clock_of(store).now += ORPHANED_AFTER_S + 1
     record, new = await store.create(OTHER)
@@ -206,7 +206,7 @@ async def test_of_two_runs_that_claim_the_same_at_once_one_gets_it(store: RunSto
     assert all(isinstance(result, tuple | BusyError) for result in results)
 
 
-async def test_a_run_that_ends_or_is_over_neither_pauses_nor_goes_on_nor_changes(store: RunStore):
+async def test_a_run_that_ends_or_is_over_neither_pauses_nor_resumes_nor_changes(store: RunStore):
     await store.create(SPEC)
     await store.want("lake", DesiredState.PAUSED)
     assert (await store.want("lake", DesiredState.RUNNING)).wanted is DesiredState.RUNNING
@@ -237,7 +237,7 @@ async def test_a_resumed_run_keeps_changed_settings_unless_reconfigured(
     assert await store.settings(record) == settings
 
 
-async def test_history_tells_what_was_commanded_and_what_became_of_it(store: RunStore):
+async def test_history_shows_commands_and_their_results(store: RunStore):
     await store.create(SPEC)
     await store.want("lake", DesiredState.PAUSED)
     await store.want("lake", DesiredState.PAUSED)
@@ -272,7 +272,7 @@ async def test_observations_come_back(store: RunStore):
     assert await store.components.observations("lake") == seen
 
 
-async def test_all_metrics_of_a_stretch_count_however_many_workers_tell_some(store: RunStore):
+async def test_all_metrics_of_a_stretch_count_however_many_workers_report_some(store: RunStore):
     played = encode_record(MetricRecord("rollout", {"episodes": Partial("sum", 1.0)}))
     async with store.redis.pipeline(transaction=False) as pipe:
         for _ in range(6_000):

@@ -110,7 +110,7 @@ class Scripted:
         ids = words[:max_new_tokens]
         middle = max(1, len(ids) // 2)
         spans = (VersionSpan(0, middle, 2 * number), VersionSpan(middle, len(ids), 2 * number + 1))
-        # each logprob tells which answer and which of its tokens it belongs to
+        # each logprob encodes which answer and which of its tokens it belongs to
         made = Completion(
             "",
             ids,

@@ -131,7 +131,7 @@ async def test_a_stream_of_a_response_ends_with_the_complete_response(hermes: Ch
     assert session.close().metrics["masked_answers"] == 0
 
 
-async def test_completions_go_on_from_their_own_text(plain: ChatTemplate):
+async def test_completions_continue_their_own_text(plain: ChatTemplate):
     policy = Scripted(plain, ["one", "two", "three"])
     session = session_of(policy)
     async with served(session) as (client, _):

@@ -228,7 +228,7 @@ async def test_requests_wait_for_the_swap_of_weights_not_for_the_staging(stage: 
     assert stage.engine.handed_in == [("early", 0), ("late", 1)]
 
 
-async def test_a_replica_that_is_told_to_stop_while_it_stages_is_not_broken(stage: Stage) -> None:
+async def test_a_replica_that_is_stopped_while_it_stages_is_not_broken(stage: Stage) -> None:
     await stage.publish(0)
     stage.engine.may_stage.clear()
     await stage.broker.publish(1)

@@ -30,7 +30,7 @@ async def claim(async_redis: Redis, *run_ids: str) -> None:
     await async_redis.hset(claims_key(APP), "engines", " ".join(run_ids))  # pyright: ignore[reportGeneralTypeIssues]
 
 
-async def test_nobody_is_served_before_a_run_claims_the_application(async_redis: Redis):
+async def test_nothing_is_served_before_a_run_claims_the_application(async_redis: Redis):
     await record(async_redis, "one")
     assert await find_tenants(async_redis, "engines") == []
 
@@ -58,7 +58,7 @@ async def test_a_run_that_is_started_anew_is_another_tenant(async_redis: Redis):
     assert first != await find_tenants(async_redis, "engines")
 
 
-async def test_a_claim_of_a_run_that_is_forgotten_serves_nobody(async_redis: Redis):
+async def test_the_claim_of_a_forgotten_run_serves_no_run(async_redis: Redis):
     await claim(async_redis, "gone")
     assert await find_tenants(async_redis, "engines") == []
 

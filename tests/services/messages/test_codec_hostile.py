@@ -124,7 +124,7 @@ def test_a_size_that_was_made_up_allocates_nothing(kind: str, position: int, siz
 
 
 @pytest.mark.parametrize("kind", BLOBS)
-def test_nothing_is_read_of_a_blob_that_is_cut_off_or_goes_on(kind: str):
+def test_nothing_is_read_of_a_blob_that_is_too_short_or_too_long(kind: str):
     blob = BLOBS[kind]
     for cut in range(len(blob)):
         with pytest.raises(CodecError):

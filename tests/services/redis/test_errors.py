@@ -114,8 +114,8 @@ async def test_pipelined_calls_fail_and_retry_individually(redis_url: str, refus
     refusing(True)
     client = connect_async(redis_url, patience_s=0.05)
     worker = AsyncRolloutBuffer(client, RUN)
-    told = await asyncio.gather(*(worker.heartbeat("w") for _ in range(5)), return_exceptions=True)
-    assert [type(each) for each in told] == [RetryableError] * 5
+    results = await asyncio.gather(*(worker.heartbeat("w") for _ in range(5)), return_exceptions=True)
+    assert [type(each) for each in results] == [RetryableError] * 5
     calls = [asyncio.create_task(retry_until_answered(lambda: worker.claim("w", 1))) for _ in range(3)]
     await asyncio.sleep(0)
     refusing(False)
@@ -225,17 +225,17 @@ def test_a_client_may_retry_beyond_its_timeout_until_stopped(redis_url: str, ful
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """URL of a redis-server whose append-only file lies on a disk of a megabyte, and that disk as it is seen from here."""
+    """URL of a redis-server whose append-only file is on a disk of a megabyte, and that disk as it is seen from here."""
     disk = tmp_path / "disk"
     disk.mkdir()
     port = free_port()
     mount = f"mount -t tmpfs -o size=1m tmpfs {disk} && exec {redis_server_binary()} --port {port} --bind 127.0.0.1"
-    told = f"{mount} --dir {disk} --save '' --appendonly yes --appendfsync everysec --logfile {tmp_path}/log"
+    server = f"{mount} --dir {disk} --save '' --appendonly yes --appendfsync everysec --logfile {tmp_path}/log"
     spaces = ["unshare", "--mount"] if shutil.which("unshare") else []
-    command = [*spaces, "sh", "-c", told]
+    command = [*spaces, "sh", "-c", server]
     trial = [*spaces, "sh", "-c", f"mount -t tmpfs tmpfs {disk}"]
     if not spaces or subprocess.run(trial, capture_output=True, check=False).returncode:
-        pytest.skip("this platform lets nobody mount a tmpfs")
+        pytest.skip("this platform does not allow mounting a tmpfs")
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     url = f"redis://127.0.0.1:{port}/0"
 

@@ -75,7 +75,7 @@ def test_who_waits_learns_who_holds_the_lease_and_since_when(redis: Redis):
         assert refused.value.owner == "me"
 
 
-def test_two_learners_of_the_same_name_are_told_apart(redis: Redis):
+def test_two_learners_of_the_same_name_are_distinguished(redis: Redis):
     with LearnerLease(redis, RUN, "me", 10) as one, LearnerLease(redis, RUN, "me", 10) as other:
         one.acquire()
         with pytest.raises(RetryableError):
@@ -244,7 +244,7 @@ def _try(lease: LearnerLease, wait_s: float = 0.0) -> bool:
     return True
 
 
-def test_a_lease_that_expired_with_nobody_waiting_goes_on(redis: Redis):
+def test_an_expired_lease_continues_if_no_learner_waits(redis: Redis):
     with LearnerLease(redis, RUN, "me", TIMEOUT_S) as lease:
         epoch = lease.acquire()
         redis.delete(RunKeys(RUN).lease)

@@ -47,7 +47,7 @@ def test_the_server_ends_also_when_those_who_need_it_fail_to(tmp_path: Path):
         redis.ping()
 
 
-def test_a_busy_port_is_told_with_its_program(tmp_path: Path):
+def test_a_busy_port_is_reported_with_its_program(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         url = f"redis://:secret@127.0.0.1:{other.getsockname()[1]}/0"
         with pytest.raises(MeshError, match=rf"in use by process {os.getpid()} .* set another port in redis_url"):

@@ -33,7 +33,7 @@ def server(tmp_path: Path) -> Iterator[EmbeddedRedis]:
 
 
 def process_exists(pid: int) -> bool:
-    """Zombies do not count: nobody reaps them in a container without an init."""
+    """Zombies do not count: a container without an init does not reap them."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -166,7 +166,7 @@ def test_the_server_dies_with_the_process_that_started_it(tmp_path: Path):
         assert successor.is_alive()
 
 
-async def test_a_run_goes_on_through_the_death_of_its_redis(server: EmbeddedRedis):
+async def test_a_run_continues_through_the_death_of_its_redis(server: EmbeddedRedis):
     with connect(server.url) as client:
         async_client = connect_async(server.url)
         run = Run.begin(client, async_client, limits(worker_timeout_s=60))

@@ -63,8 +63,8 @@ def server_with_tls() -> str | None:
     server = shutil.which("redis-server")
     if server is None:
         return None
-    told = subprocess.run([server, "--tls-port", "no"], capture_output=True, text=True, check=False, timeout=10)
-    return None if "Bad directive" in told.stdout + told.stderr else server
+    answer = subprocess.run([server, "--tls-port", "no"], capture_output=True, text=True, check=False, timeout=10)
+    return None if "Bad directive" in answer.stdout + answer.stderr else server
 
 
 @contextmanager

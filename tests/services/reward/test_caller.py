@@ -11,7 +11,7 @@ from tests.services.reward.samples import config_of, sample
 
 
 class Script:
-    """Function that answers as told, and counts its calls."""
+    """Function with given answers, and a count of its calls."""
 
     def __init__(self, *answers: float | Exception | Callable[[], Any]) -> None:
         self._answers = list(answers)

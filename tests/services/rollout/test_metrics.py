@@ -11,7 +11,7 @@ from offbeat.services.telemetry import Partial
 TRAIN = EpisodeKind.TRAIN
 
 
-def told(metrics: dict[str, float]) -> dict[str, Partial]:
+def reported(metrics: dict[str, float]) -> dict[str, Partial]:
     """What is recorded of a failed, a cancelled and two played episodes, a baseline among them."""
     reporter = WorkerMetrics("w")
     turns = (Turn(0, 0, 1, 0.5), Turn(0, 1, 2, 0.25))
@@ -31,12 +31,12 @@ def told(metrics: dict[str, float]) -> dict[str, Partial]:
 
 
 def test_the_workers_counts_use_the_reserved_names():
-    assert {name for name in told({}) if not name.startswith(OWN_PREFIXES)} == OWN_METRICS
+    assert {name for name in reported({}) if not name.startswith(OWN_PREFIXES)} == OWN_METRICS
 
 
 def test_an_envs_metrics_do_not_collide_with_the_workers_counts():
     names = (*OWN_METRICS, "stop/terminated", "failed/step_error", "submitted/accepted")
-    values = told({"moves": 2.0, **dict.fromkeys(names, 9.0)})
+    values = reported({"moves": 2.0, **dict.fromkeys(names, 9.0)})
     assert {name: values.pop(f"env/{name}").value for name in names} == dict.fromkeys(names, 9.0)
     assert values.pop("moves").value == 2.0
-    assert values == told({})
+    assert values == reported({})

@@ -7,7 +7,7 @@ from offbeat.services.rollout.slots import Slot, SlotPool
 from tests.waiting import wait_until
 
 LONG_S = 30.0
-"""What nobody waits for in these tests."""
+"""Kind that no episode of these tests waits for."""
 
 
 async def departed(*slots: Slot) -> list["asyncio.Task[None]"]:
@@ -56,7 +56,7 @@ async def test_an_early_finisher_waits_for_a_batch_while_episodes_run():
         async with asyncio.timeout(0.1):
             await asyncio.shield(leaving[0])
     assert slots.num_free == 1
-    leaving += await departed(playing[3])  # nobody is left to wait for
+    leaving += await departed(playing[3])  # none is left to wait for
     async with asyncio.timeout(LONG_S / 2):
         await asyncio.gather(*leaving)
     assert slots.num_free == 4

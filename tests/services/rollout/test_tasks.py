@@ -53,7 +53,7 @@ LEVELS = "offbeat.envs.task_samplers:Levels"
 
 
 class Fixed:
-    """Draws what it is told to."""
+    """Sampler of given draws."""
 
     def __init__(self, tags: tuple[str, ...], *, tag: str = "", seed: int | None = None) -> None:
         self.tag, self.seed = tag or tags[-1], seed
@@ -157,7 +157,7 @@ def test_members_of_an_evaluation_group_share_a_map_and_tags_alternate():
 
 
 @pytest.mark.parametrize("seed", [0, 2**63, -1])
-def test_seeds_of_training_and_evaluation_lie_apart(seed: int):
+def test_seeds_of_training_and_evaluation_are_disjoint(seed: int):
     config = Config(SHARED)
     assert all(0 <= train_task(config, seed, number).seed < FIRST_EVAL_SEED for number in range(200))
     tasks = EvalTasks(config, seed)

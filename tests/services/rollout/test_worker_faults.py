@@ -112,7 +112,7 @@ async def test_an_episode_outlives_a_sleep_longer_than_its_limit(bench, tokenize
 
 
 async def test_only_the_turn_in_flight_is_lost_when_a_replica_dies(bench, tokenizer: Tokenizer):
-    """The replica dies at every third call; each episode goes on from its tokens."""
+    """The replica dies at every third call; each episode continues from its tokens."""
 
     class Dying(FakeGeneration):
         async def generate(self, requests, replica_id=""):

@@ -107,7 +107,7 @@ async def test_a_result_is_fetched_as_often_as_it_is_asked_for(server: Server) -
     await server.post("/retrieve_future", {"request_id": f"{model}:0"}, 404, OTHER_KEY)
 
 
-async def test_a_sample_that_nobody_knows_is_to_be_sent_again(server: Server) -> None:
+async def test_an_unknown_sample_is_to_be_sent_again(server: Server) -> None:
     session, _ = await server.create_model()
     sampler = await server.post(
         "/create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0, "base_model": "base"}

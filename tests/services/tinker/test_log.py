@@ -122,7 +122,7 @@ async def test_a_client_with_too_much_queued_is_asked_to_wait(store: TinkerStore
     await store.submit(MODEL, OWNER, 5, OptimStep())
 
 
-async def test_a_waiting_client_gets_the_result_or_is_told_to_ask_again(store: TinkerStore, log: CommandLog) -> None:
+async def test_a_waiting_client_gets_the_result_or_is_asked_to_poll_again(store: TinkerStore, log: CommandLog) -> None:
     assert await store.wait_for_result(request_id_of(MODEL, 0), 0.05) is None
     await store.submit(MODEL, OWNER, 0, OptimStep())
     log.commit(MODEL, OWNER, 0, result_of(0))

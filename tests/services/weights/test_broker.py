@@ -1,4 +1,4 @@
-"""The broker: what nobody names goes, what is named stays, lag is told."""
+"""The broker: unnamed files are deleted, named ones stay, lag is reported."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Shared memory reaches one host: a learner elsewhere is told so before it trains for nobody."""
+"""Shared memory reaches one host: a learner elsewhere is refused before it trains."""
 
 import json
 import time

@@ -237,7 +237,7 @@ async def test_a_failed_announcement_is_raised_by_the_next_call(server: redis.Re
 async def test_a_version_waits_for_a_store_that_is_down(
     server: redis.Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A replica goes on with the version that it has; a publisher that is to stop waits no longer."""
+    """A replica continues with the version that it has; a publisher that is to stop waits no longer."""
     monkeypatch.setattr(S3FileSystem, "retries", 1)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     config = WeightsConfig(transport="fs", url=f"s3://{BUCKET}/weights")

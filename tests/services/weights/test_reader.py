@@ -1,4 +1,4 @@
-"""A share that hangs: a FIFO in place of a version's file keeps who opens it for as long as nobody writes to it."""
+"""A share that hangs: a FIFO in place of a version's file keeps who opens it as long as it has no writer."""
 
 import asyncio
 import os
@@ -91,7 +91,7 @@ class Mesh:
         (completion,) = await answering
         return completion
 
-    async def told(self) -> ReplicaReport:
+    async def reported(self) -> ReplicaReport:
         await self.replica.report()
         return decode_report(await self.redis.hget(KEYS.served, "r"))
 
@@ -120,7 +120,7 @@ def let_go(fifo: Path) -> None:
     """Let whoever hangs at the FIFO see an empty file."""
     try:
         os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
-    except OSError:  # nobody hangs there
+    except OSError:  # no reader hangs there
         return
 
 
@@ -132,13 +132,13 @@ async def mesh(async_redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     yield mesh
     await mesh.close()
 
-    def nobody_hangs() -> bool:
+    def no_reader_hangs() -> bool:
         for path in tmp_path.iterdir():
             if path.is_fifo():
                 let_go(path)
         return threads() == 0
 
-    await wait_until(nobody_hangs)
+    await wait_until(no_reader_hangs)
     assert held_open(tmp_path) == []
 
 
@@ -153,15 +153,15 @@ async def test_a_replica_with_a_hung_share_serves_and_reports_its_old_version(me
     await wait_until(lambda: mesh.replica.take_metrics().values["refused_weights"].value == 1)
     assert (await mesh.answer()).versions[0].version == 1
     await mesh.replica.check_health()
-    told = await mesh.told()
-    assert told.fetching is not None
-    assert (told.version, told.fetching.version, told.fetching.source) == (1, 2, f"shm:{mesh.folder}")
-    assert began <= told.fetching.since <= time.time() - 0.3
+    reported = await mesh.reported()
+    assert reported.fetching is not None
+    assert (reported.version, reported.fetching.version, reported.fetching.source) == (1, 2, f"shm:{mesh.folder}")
+    assert began <= reported.fetching.since <= time.time() - 0.3
     await asyncio.sleep(0.5)  # several looks for something newer
     assert threads() == 1, "no second read is begun beside the one that hangs"
     await mesh.announce(3, hangs=False)
     await mesh.serves(3)
-    assert (await mesh.told()).fetching is None
+    assert (await mesh.reported()).fetching is None
     assert threads() == 1
 
 
@@ -195,9 +195,9 @@ async def test_looking_whether_bytes_are_there_may_hang_too(mesh: Mesh) -> None:
     await mesh.announce(1, hangs=False)
     await asyncio.wait_for(mesh.replica.catch_up(), 30)
     mesh.follow()
-    told = await mesh.told()
-    assert told.fetching is not None
-    assert told.fetching.version == 1
+    reported = await mesh.reported()
+    assert reported.fetching is not None
+    assert reported.fetching.version == 1
     door, mesh.share.looking_hangs = mesh.share.looking_hangs, None
     let_go(door)
     await mesh.serves(1)
@@ -237,7 +237,7 @@ async def test_an_opened_version_commits_only_if_the_caller_succeeds() -> None:
     assert reader.hangs(1)
     may_open.set()
     await wait_until(lambda: not reader.hangs(1))
-    assert ends == ["badly"], "it was opened late, and closed though nobody waited"
+    assert ends == ["badly"], "it was opened late, and closed without a waiter"
     reader = WeightReader(60)
     with pytest.raises(KeyError, match="the engine"):
         async with reader.open(manifest, opened()):

@@ -18,11 +18,11 @@ Change = tuple[dict[str, Any], dict[str, Any]]
 """A configuration, and what is changed in it."""
 
 
-def teachers(**told: dict[str, Any]) -> dict[str, Any]:
+def teachers(**given: dict[str, Any]) -> dict[str, Any]:
     return {
         "teacher": {
             name: TeacherConfig(model_args=TeacherModelArgs(model_name_or_path=name), **settings)
-            for name, settings in told.items()
+            for name, settings in given.items()
         }
     }
 
@@ -142,19 +142,19 @@ IN_THE_STEP = {
 }  # fmt: skip
 """Shown by tests/trainer/training/test_optimizer_step.py and tests/trainer/learner/test_group_intake.py."""
 OF_THE_ENGINE = {"model_args", "strategy_args", "infer_batch_size", "device_mapping"}
-"""Of a teacher: which model, and how it lies on processes (tests/integration/test_learner_engine.py)."""
+"""Of a teacher: which model, and its placement on processes (tests/integration/test_learner_engine.py)."""
 
 
-def normalized(**told: Any) -> dict[str, Any]:
-    return {"reward_normalization": RewardNormalization(**told)}
+def normalized(**given: Any) -> dict[str, Any]:
+    return {"reward_normalization": RewardNormalization(**given)}
 
 
-def shaping(**told: Any) -> dict[str, Any]:
-    return {"reward_shaping": RewardShaping(**told)}
+def shaping(**given: Any) -> dict[str, Any]:
+    return {"reward_shaping": RewardShaping(**given)}
 
 
-def corrected(*filters: MismatchFilter, **told: Any) -> dict[str, Any]:
-    return {"train_infer_correction": TrainInferCorrection(filters=filters, **told)}
+def corrected(*filters: MismatchFilter, **given: Any) -> dict[str, Any]:
+    return {"train_infer_correction": TrainInferCorrection(filters=filters, **given)}
 
 
 NESTED: dict[str, list[Change]] = {

@@ -52,8 +52,8 @@ def test_effective_keys_are_accepted_and_round_trip(settings: dict):
 )
 def test_estimator_has_a_default_reward_method(estimator: str, method: str):
     assert AlgorithmConfig(adv_estimator=estimator).reward_method == method
-    told = AlgorithmConfig(adv_estimator=estimator, reward_normalization=RewardNormalization(method="mean"))
-    assert told.reward_method == "mean"
+    given = AlgorithmConfig(adv_estimator=estimator, reward_normalization=RewardNormalization(method="mean"))
+    assert given.reward_method == "mean"
 
 
 @pytest.mark.parametrize("name", ["fsdp2_infer", "hf_infer", "deepspeed_infer"])

@@ -357,8 +357,8 @@ def test_answers_per_prompt_are_the_group(key: str, manager: str):
             "data": {"dataset_name": "a"},
             "rewards": [{"name": "r", "kind": "math_rule"}],
         }
-        told = {key: {"generating_args": {"num_return_sequences": 6}}}
-        config = validate_tree(canonical_tree({**prompts, **told}))
+        counted = {key: {"generating_args": {"num_return_sequences": 6}}}
+        config = validate_tree(canonical_tree({**prompts, **counted}))
         assert config == validate_tree({**prompts, manager: {"group_size": 6}})
         assert config != validate_tree(prompts)
         both = {manager: {"group_size": 4}, key: {"generating_args": {"num_return_sequences": 1}}}
@@ -366,4 +366,4 @@ def test_answers_per_prompt_are_the_group(key: str, manager: str):
             both = {manager: {**both[key], "group_size": 4}}
         assert canonicalize({**prompts, **both})[0][manager]["group_size"] == 4
         with pytest.raises(ConfigError, match=f"set {manager}.group_size alone"):
-            canonical_tree({**prompts, **both, key: {**both[key], **told[key]}})
+            canonical_tree({**prompts, **both, key: {**both[key], **counted[key]}})

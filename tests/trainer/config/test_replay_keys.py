@@ -43,11 +43,11 @@ OF_THE_CONTROLLER: dict[str, tuple[Seen, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("told", "more"),
+    ("given", "more"),
     [pytest.param(*change, id=f"{key}-{n}") for key, all_ in OF_THE_REPLAY.items() for n, change in enumerate(all_)],
 )
-def test_a_key_of_the_replay_changes_which_groups_join_or_what_they_weigh(told: dict[str, Any], more: dict[str, Any]):
-    before, after = (replayed(12, staleness=6, **each) for each in (told, told | more))
+def test_a_key_of_the_replay_changes_which_groups_join_or_what_they_weigh(given: dict[str, Any], more: dict[str, Any]):
+    before, after = (replayed(12, staleness=6, **each) for each in (given, given | more))
     assert [(numbers(each), each.weights) for each in before] != [(numbers(each), each.weights) for each in after]
 
 

@@ -106,11 +106,11 @@ def test_loaded_engine_keeps_its_current_settings(folder: Path, ranks: Ranks, tm
     saved.save(tmp_path)
     saved.train(fixed_batch(), nll, HYPER)
     name = "model.layers.0.mlp.up_proj.weight"
-    for told in ({"adam_beta1": 0.5}, {"adam_beta2": 0.5}, {"adam_epsilon": 0.1}, {"max_grad_norm": 1e-4}):
-        fresh = engine(folder, ranks, training=SMOOTH.model_copy(update=told))
+    for given in ({"adam_beta1": 0.5}, {"adam_beta2": 0.5}, {"adam_epsilon": 0.1}, {"max_grad_norm": 1e-4}):
+        fresh = engine(folder, ranks, training=SMOOTH.model_copy(update=given))
         fresh.load(tmp_path)
         fresh.train(fixed_batch(), nll, HYPER)
-        assert not torch.equal(weights_of(fresh)[name], weights_of(saved)[name]), told
+        assert not torch.equal(weights_of(fresh)[name], weights_of(saved)[name]), given
 
 
 def test_a_state_with_other_exemptions_from_decay_is_refused(folder: Path, ranks: Ranks, tmp_path: Path) -> None:
@@ -169,10 +169,10 @@ def test_a_critic_learns(folder: Path, ranks: Ranks) -> None:
     assert sum(float(miss(0, values)) for values in made.infer(fixed_batch())) < 0.5 * first
 
 
-@pytest.mark.parametrize("told", [{"zero_stage": 2}, {"strategy_config": {"a": 1}}])
-def test_deepspeeds_settings_are_refused(told: dict[str, Any]) -> None:
+@pytest.mark.parametrize("given", [{"zero_stage": 2}, {"strategy_config": {"a": 1}}])
+def test_deepspeeds_settings_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="strategy_name=deepspeed_train"):
-        StrategyArgs.model_validate({"strategy_name": "fsdp2_train"} | told)
+        StrategyArgs.model_validate({"strategy_name": "fsdp2_train"} | given)
 
 
 def test_adapters_are_kept_in_float32_beside_a_base_in_bfloat16(folder: Path, ranks: Ranks, tmp_path: Path) -> None:

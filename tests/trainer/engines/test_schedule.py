@@ -56,15 +56,15 @@ BY_HAND: dict[str, tuple[str, dict[str, Any], Any]] = {
 @pytest.mark.parametrize("case", BY_HAND)
 def test_schedules_follow_transformers_formulas_after_the_warm_up(case: str) -> None:
     name, settings, factor = BY_HAND[case]
-    told = TrainingArgs.model_validate({"lr_scheduler_type": name, "lr_scheduler_kwargs": settings})
+    given = TrainingArgs.model_validate({"lr_scheduler_type": name, "lr_scheduler_kwargs": settings})
     for step in range(14):
         rate = scheduled_rate(
             step,
             peak=2.0,
-            scheduler=told.lr_scheduler_type,
+            scheduler=given.lr_scheduler_type,
             warmup_steps=4,
             total_steps=14,
-            settings=told.lr_scheduler_kwargs,
+            settings=given.lr_scheduler_kwargs,
         )
         expected = 0.5 * (step + 1) if step < 4 else 2.0 * factor((step - 4) / 10)
         assert rate == pytest.approx(expected, abs=1e-12), step
@@ -97,8 +97,8 @@ def test_unknown_and_missing_settings_are_rejected(name: str, settings: dict[str
 
 
 def schedule(name: str, settings: dict[str, Any], *, steps: int = 20, **changes: Any) -> LearnerConfig:
-    told = {"learning_rate": 1e-3, "lr_scheduler_type": name, "lr_scheduler_kwargs": settings} | changes
-    return LearnerConfig.model_validate({"max_steps": steps, "actor_train": {"training_args": told}})
+    given = {"learning_rate": 1e-3, "lr_scheduler_type": name, "lr_scheduler_kwargs": settings} | changes
+    return LearnerConfig.model_validate({"max_steps": steps, "actor_train": {"training_args": given}})
 
 
 AT = "actor_train.training_args"

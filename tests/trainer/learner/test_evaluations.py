@@ -38,7 +38,7 @@ def evaluate(
     return sink, buffer
 
 
-def test_the_record_tells_success_and_which_weights_played(tmp_path: Path) -> None:
+def test_the_record_shows_success_and_which_weights_played(tmp_path: Path) -> None:
     sink, buffer = evaluate(tmp_path, Evaluation("during", "sampled", 3, 8), num_done=8)
     (record,) = sink.records
     assert (record.source, record.step) == ("eval", 3)

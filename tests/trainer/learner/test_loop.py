@@ -70,7 +70,7 @@ def test_a_step_without_signal_leaves_its_mark_but_no_gradient(tmp_path: Path) -
     assert all(record.values["groups_without_signal"].total == GROUPS_PER_STEP for record in harness.sink.of("learner"))
 
 
-def test_records_tell_what_each_step_consumed(harness: LearnerHarness) -> None:
+def test_records_show_what_each_step_consumed(harness: LearnerHarness) -> None:
     learner, _ = harness.learner()
     learner.run()
     records = harness.sink.of("learner")

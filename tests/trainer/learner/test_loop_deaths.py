@@ -76,7 +76,7 @@ def test_a_learner_stopped_before_its_first_step_writes_nothing(harness: Learner
 
 
 def test_what_was_left_behind_never_stands_for_what_is_trained_now(tmp_path: Path) -> None:
-    """A run went back from step 3 to step 1, and now goes on from there."""
+    """A run went back from step 3 to step 1, and now continues from there."""
     left, back = FakeTrainer(), FakeTrainer()
     for trainer, numbers in ((left, (40, 41, 42)), (back, (50,))):
         for step, number in enumerate(numbers):

@@ -1,4 +1,4 @@
-"""Evaluations before, during and after training, which go on beside it."""
+"""Evaluations before, during and after training, which continue beside it."""
 
 import itertools
 from pathlib import Path

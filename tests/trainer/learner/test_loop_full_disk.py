@@ -1,4 +1,4 @@
-"""A disk without room for a checkpoint: training goes on, nothing is lost, nothing is acknowledged too early."""
+"""A disk without room for a checkpoint: training continues, nothing is lost, nothing is acknowledged too early."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -24,11 +24,11 @@ def console(terminal: bool) -> tuple[Console, io.StringIO]:
     return Console(file=out, force_terminal=terminal, width=100, highlight=False), out
 
 
-def test_a_step_is_told_by_the_figures_that_it_has():
+def test_a_line_of_a_step_has_the_figures_of_that_step():
     assert describe_step(STEP) == "reward 0.50  staleness 1.0  tokens/s 1,500  waited 0.2 s"
 
 
-def test_a_step_of_a_data_pipeline_is_told_by_its_loss():
+def test_a_line_of_a_data_pipelines_step_has_its_loss():
     step = {"loss": mean([0.5, 0.25]), "rewards/accuracies": mean([1.0, 0.0]), "time/train_s": mean([1.0])}
     assert describe_step(step) == "loss 0.3750  accuracy 0.50  trained 1.0 s"
 
@@ -41,7 +41,7 @@ def test_without_a_terminal_a_count_that_goes_up_is_no_new_line():
     assert out.getvalue().splitlines() == ["warming up 10/300", "training"]
 
 
-def test_without_a_terminal_the_last_step_is_always_told():
+def test_without_a_terminal_the_last_step_is_always_printed():
     where, out = console(False)
     view = LearnerLineView(where, 3)
     view.show_phase("training")

@@ -28,8 +28,8 @@ GOOD = WindowMeans(mismatch_kl=0.0, ess=1.0, learner_idle=0.0, rollout_idle=0.0)
 WAITS_FOR_THE_BOUND = GOOD._replace(learner_idle=0.5, rollout_idle=0.5)
 
 
-def controller(**told: Any) -> StalenessControllerConfig:
-    return StalenessControllerConfig(**told)
+def controller(**given: Any) -> StalenessControllerConfig:
+    return StalenessControllerConfig(**given)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_each_figure_beyond_its_limit_has_its_remedy(window: WindowMeans, expect
 
 
 @pytest.mark.parametrize(
-    ("told", "window", "before", "after"),
+    ("given", "window", "before", "after"),
     [
         ({"max_mismatch_kl": 0.1}, GOOD._replace(mismatch_kl=0.06), "fresher", None),
         ({"min_ess": 0.5}, GOOD._replace(ess=0.6), "fresher", None),
@@ -61,12 +61,14 @@ def test_each_figure_beyond_its_limit_has_its_remedy(window: WindowMeans, expect
         ({"hysteresis": 0.0}, GOOD._replace(rollout_idle=0.5, learner_idle=0.09), None, "fewer"),
     ],
 )
-def test_each_limit_is_the_configured_one(told: dict[str, float], window: WindowMeans, before: Any, after: Any) -> None:
-    assert (judge(controller(), window), judge(controller(**told), window)) == (before, after)
+def test_each_limit_is_the_configured_one(
+    given: dict[str, float], window: WindowMeans, before: Any, after: Any
+) -> None:
+    assert (judge(controller(), window), judge(controller(**given), window)) == (before, after)
 
 
 @pytest.mark.parametrize(
-    ("move", "told", "values"),
+    ("move", "given", "values"),
     [
         ("staler", {}, {"max_staleness": 3.0}),
         ("staler", {"staleness_step": 0.5}, {"max_staleness": 2.5}),
@@ -79,8 +81,8 @@ def test_each_limit_is_the_configured_one(told: dict[str, float], window: Window
         ("fewer", {"min_env_groups": 20}, {"num_env_groups": 20}),
     ],
 )
-def test_a_move_stays_within_its_limits(move: Any, told: dict[str, float], values: dict[str, float]) -> None:
-    assert apply_move(controller(**told), move, SETTINGS, 8, 24) == values
+def test_a_move_stays_within_its_limits(move: Any, given: dict[str, float], values: dict[str, float]) -> None:
+    assert apply_move(controller(**given), move, SETTINGS, 8, 24) == values
 
 
 def test_hysteresis_keeps_a_bound_that_was_lowered_from_rising_at_once() -> None:
@@ -119,10 +121,10 @@ class Seen(NamedTuple):
     playing: int
 
 
-def asked(seen: Seen, **told: Any) -> list[tuple[int, dict[str, float]]]:
+def asked(seen: Seen, **given: Any) -> list[tuple[int, dict[str, float]]]:
     """What the controller asks for in 30 steps that all measure the same, of a run that obeys."""
     buffer, settings = Suggested(playing=seen.playing), SETTINGS
-    made = StalenessController(controller(**told), buffer, groups_per_step=8, num_env_groups=24)
+    made = StalenessController(controller(**given), buffer, groups_per_step=8, num_env_groups=24)
     for step in range(30):
         known = len(buffer.asked)
         made.decide(step, settings)
@@ -135,13 +137,13 @@ def asked(seen: Seen, **told: Any) -> list[tuple[int, dict[str, float]]]:
 
 
 @pytest.mark.parametrize(
-    ("told", "first"), [({}, 9), ({"interval": 2}, 5), ({"patience": 1}, 5), ({"interval": 1, "patience": 3}, 4)]
+    ("given", "first"), [({}, 9), ({"interval": 2}, 5), ({"patience": 1}, 5), ({"interval": 1, "patience": 3}, 4)]
 )
-def test_it_acts_after_so_many_judgements_of_so_many_steps_each(told: dict[str, int], first: int) -> None:
+def test_it_acts_after_so_many_judgements_of_so_many_steps_each(given: dict[str, int], first: int) -> None:
     """Step 0, which waits for the start of everything, is not looked at."""
     buffer = Suggested(playing=24)
     play(
-        StalenessController(controller(**told), buffer, groups_per_step=8, num_env_groups=24), range(first + 1), kl=1.0
+        StalenessController(controller(**given), buffer, groups_per_step=8, num_env_groups=24), range(first + 1), kl=1.0
     )
     assert [(step, values) for step, values, _ in buffer.asked] == [(first, {"max_staleness": 1.0})]
     assert "mismatch KL 1" in buffer.asked[0][2]
@@ -165,7 +167,7 @@ def test_it_says_what_it_saw() -> None:
     }  # fmt: skip
 
 
-def test_what_it_has_seen_goes_on_after_a_checkpoint(tmp_path: Path) -> None:
+def test_what_it_has_seen_continues_after_a_checkpoint(tmp_path: Path) -> None:
     one, two = Suggested(playing=24), Suggested(playing=24)
     made = StalenessController(controller(), one, groups_per_step=8, num_env_groups=24)
     play(made, range(8), kl=1.0)
@@ -176,7 +178,7 @@ def test_what_it_has_seen_goes_on_after_a_checkpoint(tmp_path: Path) -> None:
     assert [(step, values) for step, values, _ in two.asked] == [(10, {"max_staleness": 1.0})]
 
 
-def test_a_redis_that_lost_what_was_decided_is_told_again(tmp_path: Path) -> None:
+def test_a_redis_that_lost_what_was_decided_gets_it_again(tmp_path: Path) -> None:
     made = StalenessController(controller(interval=1, patience=1), Suggested(24), groups_per_step=8, num_env_groups=24)
     play(made, range(3), kl=1.0)
     made.save(tmp_path)
@@ -214,15 +216,15 @@ def test_without_a_configuration_nothing_is_looked_at_or_kept(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("told", "groups", "path"),
+    ("given", "groups", "path"),
     [
         ({"max_staleness": 0.5}, 24, "max_staleness"),
         ({"min_env_groups": 4}, 24, "staleness_controller.min_env_groups"),
         ({"max_env_groups": 16}, 24, "train_env_manager.num_env_groups"),
     ],
 )
-def test_a_run_that_does_not_start_within_the_limits_is_refused(told: dict[str, Any], groups: int, path: str) -> None:
-    config = learner_config(max_staleness=1.0, staleness_controller=told)
+def test_a_run_that_does_not_start_within_the_limits_is_refused(given: dict[str, Any], groups: int, path: str) -> None:
+    config = learner_config(max_staleness=1.0, staleness_controller=given)
     found = list(check_staleness_controller(config, groups_per_step=8, num_env_groups=groups))
     assert [each.path for each in found] == [path]
     fine = learner_config(max_staleness=1.0, staleness_controller={})
@@ -230,25 +232,25 @@ def test_a_run_that_does_not_start_within_the_limits_is_refused(told: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("told", "path", "says"),
+    ("given", "path", "says"),
     [
         ({"max_env_groups": 8}, "staleness_controller", "its bounds leave one value each, 1 versions and 8 groups"),
         ({"staleness_step": 0.5}, "staleness_controller.staleness_step", "min_staleness and max_staleness of 1:"),
     ],
 )
-def test_limits_that_leave_nothing_to_change_are_refused(told: dict[str, Any], path: str, says: str) -> None:
+def test_limits_that_leave_nothing_to_change_are_refused(given: dict[str, Any], path: str, says: str) -> None:
     fixed = {"min_staleness": 1.0, "max_staleness": 1.0}
-    groups = told.get("max_env_groups", 24)
+    groups = given.get("max_env_groups", 24)
 
     def issues(table: dict[str, Any]) -> list[ConfigIssue]:
         config = learner_config(max_staleness=1.0, staleness_controller=table)
         assert not list(check_staleness_controller(config, groups_per_step=8, num_env_groups=groups))
         return [*check_controller_effect(config, groups_per_step=8, num_env_groups=groups)]
 
-    (issue,) = issues(fixed | told)
+    (issue,) = issues(fixed | given)
     assert issue.path == path
     assert says in issue.message
-    assert not issues({"max_staleness": 1.0} | told)
+    assert not issues({"max_staleness": 1.0} | given)
     assert groups == 8 or not issues(fixed)
 
 

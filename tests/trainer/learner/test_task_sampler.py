@@ -21,7 +21,7 @@ def test_without_a_sampler_nothing_is_said_or_kept(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_was_learnt_is_told_kept_and_gone_on_with(tmp_path: Path) -> None:
+def test_what_was_learnt_is_reported_kept_and_continued(tmp_path: Path) -> None:
     group = make_group(0)
     tags = (group.tag, "hard")
     buffer = FakeLearnerBuffer()

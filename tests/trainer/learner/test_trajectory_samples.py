@@ -21,7 +21,7 @@ def sampler(count: int = 2, every: int = 1, pattern: str | None = None) -> Traje
     return TrajectorySampler(AnswerTokenizer, {"tag": env}, count, LoggedSteps(every, 10))
 
 
-def test_a_sample_tells_what_was_asked_answered_and_done():
+def test_a_sample_shows_what_was_asked_answered_and_done():
     group = make_group(3, rewards=(0.0, 0.25), version=2)
     (sample,) = sampler(1, pattern="<answer>(.*?)</answer>").sample(5, [group])
     tokens = group.trajectories[1].segments[0].tokens.tolist()

@@ -1,4 +1,4 @@
-"""Models of clients: gradients add up, states go on bit for bit, and nobody changes another's."""
+"""Models of clients: gradients add up, states continue bit for bit, and no client changes another's."""
 
 import json
 from pathlib import Path
@@ -103,7 +103,7 @@ def test_a_failed_call_leaves_the_gradients(pool: AdapterPool) -> None:
     assert all(model.parameters[name].grad is each for name, each in before.items())
 
 
-def test_a_state_goes_on_bit_for_bit(pool: AdapterPool, tmp_path: Path) -> None:
+def test_a_state_continues_bit_for_bit(pool: AdapterPool, tmp_path: Path) -> None:
     """Also between forward_backward and optim_step: gradients are part of it."""
     path = tmp_path / "state.safetensors"
     model = ClientModel(pool, LORA)

@@ -164,10 +164,10 @@ def test_trackio_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with sqlite3.connect(database) as connection:
         rows = connection.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
     assert {name for name, _, _ in rows} == {f"exp-{kept['key'][:6]}"}
-    told = [(at, json.loads(metrics)) for _, at, metrics in rows]
-    assert [(at, values["learner/reward"]) for at, values in told if "learner/reward" in values] == STEPS
-    assert [at for at, values in told if "eval/greedy/success" in values] == [2]
-    [(at, table)] = [(at, values["samples"]) for at, values in told if "samples" in values]
+    logged = [(at, json.loads(metrics)) for _, at, metrics in rows]
+    assert [(at, values["learner/reward"]) for at, values in logged if "learner/reward" in values] == STEPS
+    assert [at for at, values in logged if "eval/greedy/success" in values] == [2]
+    [(at, table)] = [(at, values["samples"]) for at, values in logged if "samples" in values]
     assert at == 2
     columns = to_columns(SAMPLES)
     assert {name: [row[name] for row in table["_value"]] for name in columns} == columns

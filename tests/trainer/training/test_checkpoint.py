@@ -183,12 +183,12 @@ def test_the_score_of_a_step_is_that_of_the_weights_that_it_has_now(store: Check
 def test_what_is_saved_is_not_found_before_it_is_durable(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_go_on = Event()
+    may_continue = Event()
     monkeypatch.setattr(
-        "offbeat.trainer.training.checkpoint_store.sync_tree", lambda folder: (may_go_on.wait(), sync_tree(folder))
+        "offbeat.trainer.training.checkpoint_store.sync_tree", lambda folder: (may_continue.wait(), sync_tree(folder))
     )
     saving = store.save(state(20), write)
     assert store.newest_complete() is None
-    may_go_on.set()
+    may_continue.set()
     assert saving.result().is_dir()
     assert store.newest_complete() is not None

@@ -119,7 +119,7 @@ def test_the_order_of_groups_and_episodes_changes_nothing(name: str):
 
 
 def padded(one: Trajectory, count: int) -> Trajectory:
-    """With so many tokens behind it that nobody sampled."""
+    """With so many tokens behind it that were not sampled."""
     *before, last = one.segments
     longer = replace(
         last,

@@ -154,18 +154,18 @@ def test_recomputed_logprobs_start_the_ratio_at_one(folder: Path) -> None:
 def test_one_optimizer_step_needs_no_extra_pass_for_old_logprobs(folder: Path) -> None:
     def after(minibatches: int = 1, **correction: object) -> tuple[Tensor, dict[str, float], int]:
         weighed = {"is_weight": {"upper_bound": 1.0}, "filters": ({"ratio_low": 0.5},), **correction}
-        told = {"old_logprobs": "recompute", "train_infer_correction": weighed}
-        batches, engine, _ = trainer(folder, config(**told, actor_train=training(num_minibatches=minibatches)))
+        given = {"old_logprobs": "recompute", "train_infer_correction": weighed}
+        batches, engine, _ = trainer(folder, config(**given, actor_train=training(num_minibatches=minibatches)))
         passes: list[bool] = []
         engine.module.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
         gauges = [train_on(batches, GROUPS, step) for step in range(2)][-1]
         return weights(engine), {name: each.value for name, each in gauges.items()}, passes.count(False)
 
     learnt, gauges, extra = after()
-    expected, told, before = after(m2_threshold=1e9)  # keeps every token, and looks at the start
+    expected, exact, before = after(m2_threshold=1e9)  # keeps every token, and looks at the start
     assert (extra, before) == (0, 2)
     torch.testing.assert_close(learnt, expected, rtol=0, atol=1e-7)
-    assert gauges == pytest.approx(told, rel=1e-5, abs=1e-6)
+    assert gauges == pytest.approx(exact, rel=1e-5, abs=1e-6)
     assert 0 < gauges["actor/correction_clipfrac"] < 1
     assert after(minibatches=2)[2] == 2
 
@@ -205,13 +205,13 @@ def test_the_full_vocabulary_penalty_is_invariant_to_batch_cuts(folder: Path) ->
 @pytest.mark.parametrize("budget", [20, 1000])
 def test_the_full_kl_in_the_reward_sums_over_the_vocabulary(folder: Path, budget: int) -> None:
     """It is computed with the policy at the step's start."""
-    kl = {"add_token_level_kl": True, "init_kl_coef": 0.5, "kl_penalty": "full", "old_logprobs": "recompute"}
+    in_reward = {"add_token_level_kl": True, "init_kl_coef": 0.5, "kl_penalty": "full", "old_logprobs": "recompute"}
     own = {"adv_estimator": "reinforce", "gamma": 0.0, "reward_normalization": {"method": "identity"}}
-    settings = config(**kl, **own, actor_train=training(max_tokens_per_microbatch=budget))
+    settings = config(**in_reward, **own, actor_train=training(max_tokens_per_microbatch=budget))
     batches, engine, _ = trainer(folder, settings, reference=True)
-    told = [train_on(batches, GROUPS, step)["actor/kl_in_reward"].value for step in range(3)]
-    assert told[0] == pytest.approx(0.0, abs=1e-6)
-    assert told[2] > told[1] > 0
+    kl = [train_on(batches, GROUPS, step)["actor/kl_in_reward"].value for step in range(3)]
+    assert kl[0] == pytest.approx(0.0, abs=1e-6)
+    assert kl[2] > kl[1] > 0
     seen = batches.preview(StepBatch.build(3, GROUPS, batches._config))
     assert seen is not None
     assert isinstance(engine.module, PackedPolicy)

@@ -98,14 +98,16 @@ def test_a_saved_model_is_a_classifier_whose_loss_is_that_of_training(model: str
     groups = read_groups(folder, model)
     for step in range(20):
         trainer.train(StepBatch(step, groups, groups))
-    told = {name: partial.value for name, partial in trainer.evaluate(groups).items()}
+    reported = {name: partial.value for name, partial in trainer.evaluate(groups).items()}
     module = engine.module
     assert isinstance(module, PackedRewardModel)
     saved = save(module, folder / model, tmp_path / "saved")
     rewards = logits_of(saved, groups)
-    assert told["loss"] == pytest.approx(by_hand(rewards), rel=1e-4)
-    assert told["rewards/chosen"] == pytest.approx(sum(rewards[::2]) / 6, abs=1e-4)
-    assert told["rewards/accuracies"] == sum(a > b for a, b in zip(rewards[::2], rewards[1::2], strict=True)) / 6 == 1
+    assert reported["loss"] == pytest.approx(by_hand(rewards), rel=1e-4)
+    assert reported["rewards/chosen"] == pytest.approx(sum(rewards[::2]) / 6, abs=1e-4)
+    assert (
+        reported["rewards/accuracies"] == sum(a > b for a, b in zip(rewards[::2], rewards[1::2], strict=True)) / 6 == 1
+    )
     scorer = ConversationScorer(
         RewardModelConfig(name="r", kind="reward_model", model_args=RewardModelArgs(model_name_or_path=saved))
     )

@@ -158,11 +158,11 @@ def test_critic_keys_without_effect_are_refused_with_a_correction() -> None:
     with pytest.raises(ValueError, match=r"vf_coef\n.*backbone=policy"):
         CriticConfig(vf_coef=0.5)
     schedule = {"training_args": {"learning_rate": 3e-2, "warmup_steps": 4}}
-    for told, keys in (
+    for given, keys in (
         ({"backbone": "policy", "vf_coef": 0.5}, ["backbone", "vf_coef"]),
         (schedule, ["training_args.learning_rate", "training_args.warmup_steps"]),
     ):
-        found = list(check_learner(config(adv_estimator="grpo", lambd=0.95, value_clip=None, critic=told)))
+        found = list(check_learner(config(adv_estimator="grpo", lambd=0.95, value_clip=None, critic=given)))
         assert [issue.path for issue in found] == [f"critic.{key}" for key in keys]
         assert all("take adv_estimator gae" in issue.message for issue in found)
 

@@ -107,7 +107,7 @@ async def test_a_file_that_python_could_not_parse_is_refused(
     assert len(refused.stderr.splitlines()) == 1
 
 
-async def test_what_a_token_does_not_allow_is_told_with_the_key(
+async def test_what_a_token_does_not_allow_is_reported_with_the_key(
     terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     async def refuse(*_: object) -> RunSpec:
@@ -136,7 +136,7 @@ async def test_runs_are_listed_and_shown_for_people_and_for_programs(terminal: T
     assert (await terminal.json("show", "sea"))["state"] == "failed"
 
 
-async def test_what_could_not_be_read_never_reaches_the_trainer_and_is_told(terminal: Terminal):
+async def test_what_could_not_be_read_never_reaches_the_trainer_and_is_reported(terminal: Terminal):
     await terminal.api.start(RUN)
     with Redis.from_url(terminal.api.redis_url) as redis:
         run = Run.begin(redis, terminal.api.redis, limits(max_staleness=9.0))
@@ -148,8 +148,8 @@ async def test_what_could_not_be_read_never_reaches_the_trainer_and_is_told(term
     (kept,) = (await terminal.json("quarantine", RUN))["trajectories"]
     assert (kept["group"], kept["member"], kept["size"]) == (0, 1, 120)
     assert kept["head"].startswith("c15b7265645d")
-    told = (await terminal.types("quarantine", RUN)).stdout
-    assert told.startswith("group 0, member 1: not a trajectory message")
+    printed = (await terminal.types("quarantine", RUN)).stdout
+    assert printed.startswith("group 0, member 1: not a trajectory message")
     shown = await terminal.json("show", RUN)
     assert (shown["quarantined"], shown["counters"]["dropped"]) == (1, {"corrupt": 1})
     assert (await terminal.types("quarantine", "nobody")).exit_code == UNKNOWN
@@ -276,7 +276,7 @@ class NoControlService(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
 
-def test_who_names_something_else_than_a_control_service_is_told():
+def test_who_names_something_else_than_a_control_service_is_reported():
     with ThreadingHTTPServer(("127.0.0.1", 0), NoControlService) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         stranger = f"http://127.0.0.1:{server.server_port}"
@@ -302,9 +302,9 @@ async def test_groups_and_their_trajectories_are_shown(terminal: Terminal, recor
     shown = (await terminal.types("groups", "lake", "6")).stdout
     assert "group 6: consumed, tag, step 3, lag 1" in shown
     assert [line.split()[0] for line in shown.splitlines()[2:]] == ["6/0", "6/1", "6/2"]
-    told = (await terminal.types("trajectory", "lake", "6", "1")).stdout
-    assert "trajectory 6/1: tag, seed 6, reward 1, terminated, trained at step 3" in told
-    assert "2 tokens of version 1; mean logprob -2, trainer's" in told
+    printed = (await terminal.types("trajectory", "lake", "6", "1")).stdout
+    assert "trajectory 6/1: tag, seed 6, reward 1, terminated, trained at step 3" in printed
+    assert "2 tokens of version 1; mean logprob -2, trainer's" in printed
     tokens = await terminal.json("trajectory", "lake", "6", "1")
     assert len(tokens["segments"][0]["ratio"]) == len(tokens["segments"][0]["tokens"])
     missing = await terminal.types("trajectory", "lake", "9", "0")

@@ -293,7 +293,7 @@ ANSWERED = {"role": "assistant", "content": "Down"}
         (json.dumps({"messages": [ASKED]}), "rows.jsonl:1: there is no assistant turn to learn"),
     ],
 )
-def test_a_wrong_file_is_told_by_its_line(text: str, problem: str, tmp_path: Path):
+def test_a_wrong_file_is_reported_with_its_line(text: str, problem: str, tmp_path: Path):
     """With the tiny policy, whose vocabulary is the file's."""
     (tmp_path / "rows.jsonl").write_text(text)
     for key in ("dataset_name", "val_dataset_name"):

@@ -255,8 +255,8 @@ def test_a_learner_that_can_not_leave_the_gpu_takes_no_turns() -> None:
     half = {"model_args": {"dtype": "bfloat16"}, "strategy_args": {"zero_stage": 1}}
     assert not turns(train=half).takes_turns
     sleeping = {"strategy_args": {"strategy_config": {"enable_sleep_mode": True}}}
-    told = issues(config(half, sleeping, max_staleness=0), ONE_GPU)
-    assert "zero_stage 2 or 3" in told["actor_infer.strategy_args.strategy_config.enable_sleep_mode"]
+    problems = issues(config(half, sleeping, max_staleness=0), ONE_GPU)
+    assert "zero_stage 2 or 3" in problems["actor_infer.strategy_args.strategy_config.enable_sleep_mode"]
     offloading = {"strategy_args": {"strategy_config": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}}}
     assert not turns(train=offloading).takes_turns
     reference = {"strategy_args": {"strategy_name": "deepspeed_infer"}}

@@ -57,7 +57,7 @@ def test_targets_that_name_no_layer_are_rejected_with_those_that_do(target: str)
 
 @pytest.mark.parametrize(("layer", "is_refused"), [("mlp", True), ("mlp.experts.0", False)])
 def test_layers_of_a_model_are_those_of_its_weights(tmp_path: Path, layer: str, is_refused: bool) -> None:
-    """Experts are merged when a model is loaded, so that their files do not tell its layers."""
+    """Experts are merged when a model is loaded, so that their files do not contain its layers."""
     weights = {f"model.layers.0.{layer}.fc1.weight": torch.zeros(2, 2), "model.norm.weight": torch.zeros(2)}
     save_file(weights, tmp_path / "model.safetensors")
     overrides = [f"pretrain={tmp_path}", f"{TARGET}='fc1,norm'"]

@@ -29,7 +29,7 @@ def with_engine_kwargs(**kwargs: Any) -> dict[str, str]:
 
 
 def checkpoint(folder: Path, **changes: Any) -> Path:
-    """Write the part of a checkpoint that tells its model."""
+    """Write the part of a checkpoint that determines its model."""
     path = folder / "checkpoints" / "step-000007"
     path.mkdir(parents=True)
     path.joinpath("config.json").write_text(json.dumps(load_architecture(load_run(QUICKSTART)) | changes))

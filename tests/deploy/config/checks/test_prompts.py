@@ -75,7 +75,7 @@ def with_tools(folder: Path | str, *overrides: str) -> dict[str, str]:
 
 def test_functions_without_template_support_are_rejected(llama: Path):
     parser = "custom_envs.Tools.tool_call_parser"
-    assert "does not tell the policy of functions" in with_tools(llama)[parser]
+    assert "does not show functions" in with_tools(llama)[parser]
     tiny = problems(Path("tiny"), f"custom_envs.FrozenLake.env_type={__name__}:Offering", "warm_start=null")
     assert "has no functions" in tiny["custom_envs.FrozenLake.tool_call_parser"]
     without = problems(llama, "+custom_envs.FrozenLake.tool_call_parser=hermes")

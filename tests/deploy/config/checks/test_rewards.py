@@ -157,7 +157,7 @@ def test_prompts_with_images_that_can_not_be_shown_are_refused(
     assert message in issues[path], issues
 
 
-def test_an_image_that_can_not_be_read_is_told_by_its_line(tmp_path: Path):
+def test_an_image_that_can_not_be_read_is_reported_with_its_line(tmp_path: Path):
     write_shown(tmp_path)
     line = {"prompt": "what", "tag": "mixed", "images": ["none.png"]}
     with (tmp_path / "val.jsonl").open("a") as file:

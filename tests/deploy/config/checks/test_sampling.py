@@ -59,7 +59,7 @@ def test_sessions_are_refused_where_the_engine_keeps_none_and_left_out_by_defaul
     assert config.can_keep_sessions is config.keeps_sessions is False
 
 
-def test_an_engine_on_a_cpu_keeps_sessions_unless_told_otherwise():
+def test_an_engine_on_a_cpu_keeps_sessions_by_default():
     assert engine_config().keeps_sessions
     assert not engine_config("+actor_infer.keep_sessions=false").keeps_sessions
     on_gpu = engine_config("+actor_infer.device=cuda")

@@ -265,7 +265,7 @@ SAMPLED = "{num_generations: 4, max_completion_length: 64}"
         ("run.yaml", "{center_rewards_coefficient: 0.1}", "reward", "by its key center_rewards_coefficient"),
     ],
 )
-def test_the_command_is_told_by_keys_or_by_the_files_name(
+def test_the_command_is_determined_by_keys_or_by_the_files_name(
     name: str, text: str, command: str, remark: str, tmp_path: Path
 ):
     path = write(tmp_path, name, text)

@@ -110,7 +110,7 @@ async def test_an_answer_ends_with_the_context(start: Start) -> None:
     assert mismatch(policies.models[0], request, completion).max() < FLOAT_NOISE
 
 
-async def test_what_the_engine_cannot_take_is_refused_and_harms_nobody(start: Start) -> None:
+async def test_what_the_engine_cannot_take_is_refused_and_harms_no_other_request(start: Start) -> None:
     policies = await start()
     await policies.load(0)
     for prompt in ((1,) * CONTEXT, (32,), (-1,), ()):

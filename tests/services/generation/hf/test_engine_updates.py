@@ -22,7 +22,7 @@ from tests.services.generation.hf.policies import (
 )
 
 
-async def test_running_requests_keep_their_cache_and_go_on_under_new_weights(start: Start) -> None:
+async def test_running_requests_keep_their_cache_and_continue_under_new_weights(start: Start) -> None:
     policies = await start()
     later: list[torch.Tensor] = []
     for request, completion in await run_through_updates(policies):

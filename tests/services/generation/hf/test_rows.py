@@ -20,7 +20,7 @@ def finish(store: RowStore, row: CacheRow, tokens: list[int]) -> None:
     store.keep(row, tokens)
 
 
-def test_the_next_turn_of_a_session_goes_on_in_its_row() -> None:
+def test_the_next_turn_of_a_session_continues_in_its_row() -> None:
     store = RowStore(4, shares_prefixes=True)
     row, copied = take(store, FIRST)
     assert (row.computed, copied) == (0, 0)

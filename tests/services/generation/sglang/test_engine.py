@@ -122,7 +122,7 @@ async def test_what_is_asked_is_what_the_request_says(start: Start) -> None:
 
 
 @pytest.mark.parametrize(("on_update", "mode", "flush"), [("keep", "in_place", False), ("recompute", "retract", True)])
-async def test_running_requests_go_on_under_new_weights(
+async def test_running_requests_continue_under_new_weights(
     start: Start, tmp_path: Path, on_update: str, mode: str, flush: bool
 ) -> None:
     """Each token has the version that sampled it; the server is asked in the order that SGLang needs."""
@@ -262,7 +262,7 @@ class FileBroker(generation_fakes.FakeBroker):
 
 
 async def test_a_replica_serves_what_a_broker_publishes(start: Start, tmp_path: Path) -> None:
-    """Requests wait for their version; one that runs goes on under the next."""
+    """Requests wait for their version; one that runs continues under the next."""
     started, broker = await start(), FileBroker(tmp_path / "weights")
     replica = GenerationReplica("r", started.engine, broker, config_of())
     following = asyncio.create_task(replica.follow())

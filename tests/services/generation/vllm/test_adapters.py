@@ -133,7 +133,7 @@ async def test_the_cache_is_shared_by_equal_weights_alone() -> None:
     assert len({first, *others}) == 5
 
 
-async def test_a_dead_engine_is_told_from_a_bad_adapter() -> None:
+async def test_a_dead_engine_is_distinguished_from_a_bad_adapter() -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
 
     fake, engine = await start()

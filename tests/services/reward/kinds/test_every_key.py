@@ -135,13 +135,13 @@ CASES = [
 ]
 
 
-def outcome(kind: str, settings: Settings, told: Settings, service: Service) -> object:
+def outcome(kind: str, settings: Settings, given: Settings, service: Service) -> object:
     """Score or failure, and what the service was asked."""
     base = service.url.removesuffix("/score")
     if kind in WITH_A_SERVICE:
         settings = {"url": base, **({"model": "judge"} if kind == "llm_judge" else {}), **settings}
         settings["url"] = settings["url"].replace("{service}", base)
-    asked = sample(**{"response": "a", **told})
+    asked = sample(**{"response": "a", **given})
     if kind == "llm_judge":
         content = [IMAGE, {"type": "text", "text": "Which?"}]
         asked = type(asked)(
@@ -158,9 +158,9 @@ def outcome(kind: str, settings: Settings, told: Settings, service: Service) -> 
     return result, sorted(json.dumps(each, sort_keys=True) for each in service.requests), tokens, list(service.paths)
 
 
-@pytest.mark.parametrize(("kind", "settings", "change", "told"), CASES)
+@pytest.mark.parametrize(("kind", "settings", "change", "given"), CASES)
 def test_a_key_of_a_reward_has_an_effect(
-    kind: str, settings: Settings, change: Settings, told: Settings, service: Service, monkeypatch: pytest.MonkeyPatch
+    kind: str, settings: Settings, change: Settings, given: Settings, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("A_TOKEN", "secret")
     # of two questions, one without an answer may end the other before it is asked
@@ -168,9 +168,9 @@ def test_a_key_of_a_reward_has_an_effect(
     choice = {"message": {"content": content}, "finish_reason": "stop"}
     reply = {"score": 0.25, "confidence": 0.75, "reward": 0.5, "choices": [choice]}
     service.reply = lambda: (200, json.dumps(reply).encode())
-    plain = outcome(kind, settings, told, service)
-    assert outcome(kind, settings, told, service) == plain
-    assert outcome(kind, settings | change, told, service) != plain
+    plain = outcome(kind, settings, given, service)
+    assert outcome(kind, settings, given, service) == plain
+    assert outcome(kind, settings | change, given, service) != plain
 
 
 def test_every_key_of_every_reward_has_an_effect_that_is_shown() -> None:

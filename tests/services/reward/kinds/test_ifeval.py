@@ -63,7 +63,7 @@ MET: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", CONSTRAINTS)
-def test_every_constraint_tells_met_from_broken(name: str):
+def test_every_constraint_distinguishes_met_from_broken(name: str):
     args, met, broken = MET[name]
     assert check_constraint(name, met, args), met
     assert not check_constraint(name, broken, args), broken

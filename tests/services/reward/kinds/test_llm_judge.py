@@ -1,4 +1,4 @@
-"""Judges behind a real HTTP server that answers as told."""
+"""Judges behind a real HTTP server with given answers."""
 
 import asyncio
 import json

@@ -63,7 +63,7 @@ async def test_the_share_follows_the_number_of_workers():
     assert len(crowd.inside) == 6
     pool.share_with(3)
     await crowd.flush(0, 1, 2, 3)
-    assert crowd.inside == [4, 5], "those that are under way go on, and nobody comes after them"
+    assert crowd.inside == [4, 5], "running ones continue, and no other enters"
     await crowd.flush(4)
     assert crowd.inside == [5, 6]
     pool.share_with(1)

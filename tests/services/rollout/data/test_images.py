@@ -121,7 +121,7 @@ def test_an_image_is_a_path_bytes_or_a_data_url(policy: Path, folder: Path) -> N
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}, ANSWER]}, "a part of a content is"),
     ],
 )
-def test_images_that_do_not_fit_are_told_by_the_line(
+def test_images_that_do_not_fit_are_reported_with_the_line(
     row: dict[str, Any], problem: str, policy: Path, folder: Path
 ) -> None:
     with pytest.raises(EpisodeError, match=r"rows\.jsonl:1: ") as caught:
@@ -129,7 +129,7 @@ def test_images_that_do_not_fit_are_told_by_the_line(
     assert problem in str(caught.value)
 
 
-def test_a_policy_without_image_input_is_told_so(folder: Path) -> None:
+def test_a_policy_without_image_input_is_reported(folder: Path) -> None:
     write_tiny_policy(folder / "blind", TinyPolicyConfig(num_hidden_layers=1), WORDS)
     row = {"messages": [{"role": "user", "content": "where"}, ANSWER], "images": ["one.png"]}
     with pytest.raises(EpisodeError, match="the policy has no image input"):

@@ -185,7 +185,7 @@ async def test_endless_output_of_an_env_is_forwarded_up_to_a_megabyte(
         await runner.reset(0)
         turns = 0
         step = asyncio.create_task(runner.step("Right"))
-        while not step.done():  # the worker's loop goes on beside it
+        while not step.done():  # the worker's loop continues beside it
             turns += 1
             await asyncio.sleep(0.01)
         with pytest.raises(EpisodeError) as failed:

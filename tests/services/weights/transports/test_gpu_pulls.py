@@ -125,7 +125,7 @@ def test_a_replica_that_fails_does_not_keep_others_waiting(
         assert path.exists()
 
 
-def test_what_goes_wrong_while_sending_is_told_to_the_replica(
+def test_an_error_while_sending_reaches_the_replica(
     learner: Callable[..., DeviceTransport], replica: DeviceTransport
 ) -> None:
     def broken(held: HeldTensors, pull: TensorPull, desk: PullServer) -> None:
@@ -136,7 +136,7 @@ def test_what_goes_wrong_while_sending_is_told_to_the_replica(
         pass
 
 
-def test_the_checksum_sees_values_and_not_how_they_lie_in_memory() -> None:
+def test_the_checksum_depends_on_values_and_not_on_memory_layout() -> None:
     tensor = torch.randn(5, 7)
     assert checksum([("a", tensor)]) == checksum([("b", tensor.t().contiguous().t())])
     changed = tensor.clone()
