@@ -62,10 +62,15 @@ class EmbeddedRedis:
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid if self._process is not None and self.is_alive() else None
+        process = self._running()
+        return None if process is None else process.pid
 
     def is_alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        return self._running() is not None
+
+    def _running(self) -> "subprocess.Popen[bytes] | None":
+        process = self._process  # read once: another thread may restart it
+        return process if process is not None and process.poll() is None else None
 
     def answers(self, timeout_s: float = 5.0) -> bool:
         """Return whether it answers in time, even while loading or busy."""
