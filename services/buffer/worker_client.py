@@ -6,7 +6,7 @@ carries the data's incarnation; after a change, the client first joins the new o
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, cast
 
 import msgpack
@@ -75,12 +75,19 @@ class AsyncRolloutBuffer:
         return bool(streams)
 
     async def heartbeat(self, worker_id: str) -> WorkerOrders:
+        """Record a heartbeat; its episodes are named only if their number is not that of the worker's claims."""
+        draining, claimed, *cancelled = await self._send_heartbeat(worker_id, {})
         active = dict(self._active.get(worker_id, {}))
-        held = (cast(bytes, msgpack.packb(part)) for part in (list(active), [task.attempt for task in active.values()]))
-        draining, *cancelled = await self._call(worker_id, "heartbeat", worker_id, self._session, *held)
+        if active and claimed != len(active):  # or claims and submits are under way
+            draining, _, *cancelled = await self._send_heartbeat(worker_id, active)
         current = self._active.get(worker_id, {})
         tokens = [token for raw in cancelled if current.get(token := raw.decode()) is active[token]]
         return WorkerOrders(cancelled=tuple(current.pop(token) for token in tokens), draining=bool(draining))
+
+    async def _send_heartbeat(self, worker_id: str, named: Mapping[str, EpisodeTask]) -> Any:
+        parts = (list(named), [task.attempt for task in named.values()]) if named else ()
+        packed = [cast(bytes, msgpack.packb(part)) for part in parts] or ["", ""]
+        return await self._call(worker_id, "heartbeat", worker_id, self._session, *packed)
 
     async def submit(self, worker_id: str, task: EpisodeTask, trajectory: Trajectory) -> SubmitResult:
         """Raises:

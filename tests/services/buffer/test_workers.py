@@ -4,6 +4,7 @@ from redis.asyncio import Redis as AsyncRedis
 
 from offbeat.services.buffer.admin import release_all_workers
 from offbeat.services.buffer.scripts import BufferKeys
+from offbeat.services.messages.types import EpisodeTask
 from tests.services.buffer.buffer_play import RUN, Run, limits
 
 
@@ -120,3 +121,36 @@ async def test_an_ended_episode_is_not_cancelled_later(run: Run, ending: str):
     for task in tasks:
         await (run.submit(task) if ending == "submit" else run.buffer.fail("w", task, "boom"))
     assert (await run.buffer.heartbeat("w")).cancelled == ()
+
+
+async def test_a_heartbeat_names_episodes_only_if_their_number_is_not_that_of_the_claims(run: Run, redis: Redis):
+    tasks = await run.buffer.claim("w", 3)
+
+    async def calls() -> int:
+        before = redis.info("commandstats")["cmdstat_evalsha"]["calls"]  # type: ignore[index]
+        orders = await run.buffer.heartbeat("w")
+        cancelled.extend(orders.cancelled)
+        return redis.info("commandstats")["cmdstat_evalsha"]["calls"] - before  # type: ignore[index]
+
+    cancelled: list[EpisodeTask] = []
+    await run.buffer.heartbeat("w")  # its source is sent once
+    assert (await calls(), cancelled) == (1, [])
+    run.silence("w")
+    await run.other_worker().heartbeat("other")
+    assert (await calls(), set(cancelled)) == (2, set(tasks))
+    assert await calls() == 1
+
+
+async def test_an_episode_is_cancelled_after_a_claim_whose_reply_is_under_way_makes_up_the_number(
+    run: Run, redis: Redis
+):
+    (old,) = await run.buffer.claim("w", 1)
+    under_way = await run.buffer.claim("w", 1)
+    held = run.buffer._active["w"]
+    (token,) = [token for token, task in held.items() if task == old]
+    run.buffer._active["w"] = {token: old}
+    run.buffer._nonces["w"] -= 1
+    redis.hdel(f"{BufferKeys(RUN).root}:claims:w", token)
+    assert (await run.buffer.heartbeat("w")).cancelled == ()
+    assert await run.buffer.claim("w", 1) == under_way
+    assert (await run.buffer.heartbeat("w")).cancelled == (old,)
