@@ -154,7 +154,7 @@ class CheckpointStore:
         """Return the newest written, the best, and `new`, oldest first."""
         best = self._best()
         candidates = [each for each in others if best is None or each.name != best[0]]
-        newest = candidates[len(candidates) - (self._keep - 1) :] if self._keep > 1 else []
+        newest = candidates[1 - self._keep :] if self._keep > 1 else []
         pinned = self.pinned()
         kept = [each for each in others if each in newest or each not in candidates or each.name in pinned]
         return [*kept, new]

@@ -42,10 +42,12 @@ def test_what_was_saved_is_found_again(store: CheckpointStore) -> None:
     assert (path / "state" / "optimizer.pt").read_bytes() == b"moments"
 
 
-def test_only_the_newest_are_kept(store: CheckpointStore, tmp_path: Path) -> None:
-    for step in (0, 20, 40, 60):
-        store.save(state(step), write).result()
-    assert visible(tmp_path / "checkpoints") == ["step-000040", "step-000060"]
+@pytest.mark.parametrize("keep", range(1, 10))
+def test_only_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
+    store = CheckpointStore(tmp_path, keep=keep, epoch=1)
+    for number in range(12):
+        store.save(state(20 * number), write).result()
+        assert visible(tmp_path) == [f"step-{20 * each:06d}" for each in range(max(number + 1 - keep, 0), number + 1)]
 
 
 def test_a_release_removes_nothing_of_the_checkpoint_that_is_being_written(
