@@ -67,9 +67,13 @@ class LifeView(View):
     """Group event."""
 
     group: int
-    event: Literal["admitted", "submitted", "trained", "dropped", "failed"]
+    """0 of `reconciled`."""
+    event: Literal["admitted", "submitted", "trained", "dropped", "failed", "restored", "reconciled"]
+    """After a loss in Redis `restored`, `reconciled`."""
     detail: str
-    """Version at admission, step of the checkpoint, or reason."""
+    """admitted, submitted: version at admission; trained: step of the checkpoint; restored: step, colon, its trained
+    groups; reconciled: incarnation or `clock`; else the reason.
+    """
 
 
 class HistoryView(View):

@@ -1,10 +1,12 @@
 """Resumable event stream of a run.
 
-A reconnected watcher gets each retained event after its last id once; idle watchers hold no Redis connection.
+A reconnected watcher gets each retained event after its last id once, except entries that can't be decoded; idle
+watchers hold no Redis connection.
 """
 
 import asyncio
 import json
+import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
@@ -18,8 +20,11 @@ from redis.asyncio import Redis
 from offbeat.services.control.event_schemas import HistoryView, LifeView, MetricView
 from offbeat.services.control.run import RunState
 from offbeat.services.control.schemas import RunView
+from offbeat.services.errors import CodecError
 from offbeat.services.keys import RunKeys
 from offbeat.services.telemetry import decode_record
+
+logger = logging.getLogger(__name__)
 
 POLL_S = 0.25
 VIEW_INTERVAL_S = 1.0
@@ -118,14 +123,15 @@ class Feed:
     async def follow(self, position: Position) -> AsyncIterator[Event]:
         while True:
             view, is_over = await self._look()
-            position, events = await self._read(position)
+            before = position
+            position, events = await self._read(before)
             for event in events:
                 yield event
             if view is not None and self._is_news(view):
                 yield Event(EventKind.RUN, position, view)
-            if is_over and not events:
-                return
-            if not events:
+            if position == before:
+                if is_over:
+                    return
                 await asyncio.sleep(POLL_S)
 
     async def _look(self) -> tuple[RunView | None, bool]:
@@ -154,8 +160,12 @@ class Feed:
         for key, entries in rows:
             kind = next(EventKind(name) for name, stream in streams.items() if stream == key.decode())
             for raw_id, fields in entries:
-                position = replace(position, **{kind.value: raw_id.decode()})
-                events.append(Event(kind, position, _body(kind, raw_id.decode(), fields)))
+                entry_id = raw_id.decode()
+                position = replace(position, **{kind.value: entry_id})
+                try:
+                    events.append(Event(kind, position, _body(kind, entry_id, fields)))
+                except (CodecError, ValueError, KeyError) as error:
+                    logger.warning("run %s: undecodable %s event %s skipped: %r", self.run_id, kind, entry_id, error)
         return position, events
 
 

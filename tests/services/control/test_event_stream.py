@@ -12,13 +12,18 @@ import httpx
 import psutil
 import pytest
 import uvicorn
+from redis import Redis
 
+from offbeat.services.buffer.api import Proof
+from offbeat.services.buffer.learner_client import RedisLearnerBuffer
 from offbeat.services.control.client import ControlClient, ControlRefusedError, StreamEvent, messages
 from offbeat.services.control.events import EventKind, Feed, Position, SharedViews
 from offbeat.services.control.routes import MAX_WATCHERS
 from offbeat.services.control.run import DesiredState, RunState
 from offbeat.services.control.schemas import RunView
 from offbeat.services.keys import RunKeys
+from offbeat.services.redis.incarnation import KnownIncarnation
+from offbeat.services.redis.lease import LearnerLease
 from offbeat.services.telemetry import AsyncRedisMetrics, MetricRecord, mean
 from tests.services.control.api_harness import ApiHarness, api_harness, code
 from tests.waiting import PATIENCE_S, wait_until
@@ -127,6 +132,33 @@ async def test_a_stream_from_the_start_has_every_retained_event(api: ApiHarness)
     await watcher.read(api.client.events("a", kinds=["metrics"], from_start=True))
     assert watcher.steps() == list(range(600))
     assert {message.event for message in watcher.seen} == {"metrics"}
+
+
+async def test_a_stream_tells_of_a_reconciled_redis(api: ApiHarness):
+    await api.start("a")
+    uid = await api.uid("a")
+    with Redis.from_url(api.redis_url) as redis, LearnerLease(redis, "a", "me", 10.0, run_uid=uid) as lease:
+        buffer = RedisLearnerBuffer(redis, "a", lease.acquire(), known=KnownIncarnation(redis, "a", uid))
+        buffer.reconcile(Proof(saved=[(3, [0, 1])], num_trained=2))
+    await api.store.update("a", state=RunState.FINISHED)
+    watcher = Watcher()
+    await watcher.read(api.client.events("a", kinds=["life"], from_start=True))
+    assert [(each["event"], each["detail"]) for each in watcher.of("life")] == [
+        ("restored", "3:0,1"),
+        ("reconciled", "1"),
+    ]
+
+
+async def test_an_undecodable_event_does_not_block_a_stream(api: ApiHarness, monkeypatch: pytest.MonkeyPatch):
+    """Nor does a page of them end the stream of a run that is over."""
+    monkeypatch.setattr("offbeat.services.control.events.PAGE_SIZE", 1)
+    await api.start("a")
+    for number, event in enumerate(("unknown", "admitted", "unknown", "submitted")):
+        await life(api, number, event)
+    await api.store.update("a", state=RunState.FINISHED)
+    watcher = Watcher()
+    await watcher.read(api.client.events("a", kinds=["life"], from_start=True))
+    assert [each["group"] for each in watcher.of("life")] == [1, 3]
 
 
 async def test_a_reconnecting_watcher_gets_every_event_once(api: ApiHarness):
