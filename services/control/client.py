@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -203,10 +204,19 @@ class ControlClient:
     ) -> AsyncIterator[StreamEvent]:
         """Yield events until the run is over, resuming broken streams.
 
-        patience_s: outage before `RetryableError`; parting_s: outage after which a draining run is over.
+        patience_s: outage before `RetryableError`; parting_s: outage after which a draining run is over. An outage
+        begins with the first failure and ends with an event or a keep-alive.
         """
         clock = asyncio.get_running_loop().time
-        heard_at, last_id, ending = clock(), "", False
+        failed_at, last_id, ending = math.inf, "", False
+
+        async def read_lines(response: httpx.Response) -> AsyncIterator[str]:
+            nonlocal failed_at
+            async for line in response.aiter_lines():
+                if line.startswith((":", "data:")):
+                    failed_at = math.inf
+                yield line
+
         params = (*(("kind", kind) for kind in kinds), ("from_start", "true" if from_start else "false"))
         while True:
             headers = {"Last-Event-ID": last_id} if last_id else {}
@@ -217,17 +227,18 @@ class ControlClient:
                     if response.status_code >= 400:
                         await response.aread()
                     _raise_for(response)
-                    async for message in messages(response.aiter_lines()):
-                        heard_at, last_id = clock(), message.id
+                    async for message in messages(read_lines(response)):
+                        last_id = message.id
                         if message.event == "run":
                             ending = json.loads(message.data)["state"] == RunState.DRAINING
                         yield message
                 if (await self.show(run_id)).state.is_terminal:
                     return
             except (httpx.TransportError, RetryableError) as error:
-                if ending and clock() > heard_at + parting_s:
+                failed_at = min(failed_at, clock())
+                if ending and clock() > failed_at + parting_s:
                     return
-                if clock() > heard_at + patience_s:
+                if clock() > failed_at + patience_s:
                     raise RetryableError(f"the control service can't be reached: {error!r}") from error
                 await asyncio.sleep(RECONNECT_INTERVAL_S)
 
