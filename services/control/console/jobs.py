@@ -1,6 +1,7 @@
 """Jobs on the files of runs, in threads: one of a kind for each run, a few at a time, whose newest state is in Redis."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar, cast
@@ -10,6 +11,8 @@ from offbeat.services.control.run import RunStateError
 from offbeat.services.control.store import RunStore
 from offbeat.services.errors import ControlError
 from offbeat.services.keys import RunKeys
+
+logger = logging.getLogger(__name__)
 
 View = TypeVar("View", bound=JobView[Any])
 
@@ -25,10 +28,11 @@ class RunJobs(Generic[View]):
         self._max_jobs = max_jobs
         self._too_many = too_many
         self._threads = ThreadPoolExecutor(max_jobs, thread_name_prefix=kind)
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks: dict[str, asyncio.Task[None] | None] = {}
+        """Task of each run with a job; None while its start is saved."""
 
     async def begin(self, run_id: str, view: View, work: Callable[[], dict[str, Any]]) -> View:
-        """Start `work`, which returns the changed fields of the view and may raise `ControlError`.
+        """Start `work`, which returns the changed fields of the view.
 
         Raises:
             RunStateError: one of this run is running.
@@ -40,10 +44,15 @@ class RunJobs(Generic[View]):
             busy = ", ".join(sorted(self._tasks))
             raise self._too_many(f"a {self._kind} of {busy} is running: wait for its end")
         view = view.model_copy(update={"began_at": self._store.clock()})
-        await self._save(run_id, view)
+        self._tasks[run_id] = None
+        try:
+            await self._save(run_id, view)
+        except BaseException:
+            del self._tasks[run_id]
+            raise
         task = asyncio.create_task(self._run(run_id, view, work), name=f"{self._kind} of {run_id}")
         self._tasks[run_id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(run_id, None))
+        task.add_done_callback(lambda _: self._tasks.pop(run_id))
         return view
 
     async def newest(self, run_id: str) -> View:
@@ -61,6 +70,9 @@ class RunJobs(Generic[View]):
             ended = view.model_copy(update=changes)
         except ControlError as error:
             ended = view.failed(str(error))
+        except Exception as error:
+            logger.exception("the %s of run %s failed", self._kind, run_id)
+            ended = view.failed(f"{type(error).__name__}: {error}")
         await self._save(run_id, ended.model_copy(update={"ended_at": self._store.clock()}))
 
     async def _save(self, run_id: str, view: View) -> None:

@@ -1,6 +1,9 @@
 """A run is forked from a checkpoint with changed keys, its recorded steps are reproduced, and it is simulated."""
 
+import asyncio
+import errno
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 from offbeat.services.control.console.derived_runs import fork_config
 from offbeat.services.control.run import RunRecord, RunState
 from offbeat.services.control.service import InvalidRunError
+from offbeat.services.live_settings import Settings
 from offbeat.trainer.training.checkpoint import LearnerState
 from offbeat.trainer.training.checkpoint_store import CheckpointStore
 from tests.services.control.api_harness import PLAN, ApiHarness, api_harness, code
@@ -145,6 +149,28 @@ async def test_a_plan_is_of_the_settings_in_force_and_says_why_it_fails(api: Api
     await api.http.post("/runs/lake/plan")
     made = await plan_of(api)
     assert (made["state"], made["error"]) == ("failed", "the run has 0 steps in its metrics")
+
+
+async def test_a_plan_with_an_unexpected_error_has_failed_with_it(api: ApiHarness) -> None:
+    def fail(record: RunRecord, settings: Settings) -> Mapping[str, Any]:
+        del record, settings
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    api.factory.plan = fail
+    await api.http.post("/runs/lake/plan")
+    made = await plan_of(api)
+    assert (made["state"], made["error"]) == ("failed", "OSError: [Errno 28] No space left on device")
+    assert made["ended_at"] >= made["began_at"]
+
+
+async def test_of_plans_requested_at_once_one_is_started(api: ApiHarness) -> None:
+    api.factory.may_plan.clear()
+    try:
+        answers = await asyncio.gather(*(api.http.post("/runs/lake/plan") for _ in range(2)))
+        assert sorted(answer.status_code for answer in answers) == [202, 409]
+    finally:
+        api.factory.may_plan.set()
+    assert (await plan_of(api))["state"] == "done"
 
 
 async def test_a_second_plan_is_refused(redis_url: str, runs: Path) -> None:
