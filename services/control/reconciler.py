@@ -48,6 +48,7 @@ RECONCILE_TIMEOUT_S = 900.0
 OUTAGE_GRACE_S = 3.0
 """Time after an outage in which nothing counts as dead."""
 REPORT_RETRY_S = 5.0
+FAILED_START_PREFIX = "start at "
 STOPPED_STATES = (Health.ABSENT, Health.DEAD, Health.DONE)
 
 
@@ -302,9 +303,12 @@ class Reconciler:
             restarts = await self._count(record.run_id, component.name, observation)
             if restarts.count > self._policy.max_restarts:
                 return f"{component.name} died {restarts.count} times without progress: {observation.detail}"
-            if self._store.clock() < restarts.last_at + self._policy.delay_s(restarts.count):
-                return ""
-        elif observation.health is not Health.ABSENT:
+        elif observation.health is Health.ABSENT:
+            last = await self._last_restarts(record.run_id, component.name)
+            restarts = last if last.incident.startswith(FAILED_START_PREFIX) else Restarts()
+        else:
+            return ""
+        if self._store.clock() < restarts.last_at + self._policy.delay_s(restarts.count):
             return ""
         key = record.run_id, component.name
         try:
@@ -316,16 +320,19 @@ class Reconciler:
                 logger.warning("run %s: starting %s failed: %s; retrying", *key, error)
                 return ""
             logger.exception("run %s: starting %s failed", record.run_id, component.name)
-            incident = f"start at {self._store.clock()}"
+            incident = f"{FAILED_START_PREFIX}{self._store.clock()}"
             failure = Observation(Health.DEAD, f"can't be started: {error}", self._own_log, incident)
             restarts = await self._count(record.run_id, component.name, failure)
             if restarts.count > self._policy.max_restarts:
                 return f"{component.name} could not be started {restarts.count} times: {error}"
         return ""
 
+    async def _last_restarts(self, run_id: str, component: str) -> Restarts:
+        return (await self._store.components.restarts(run_id)).get(component, Restarts())
+
     async def _count(self, run_id: str, component: str, observation: Observation) -> Restarts:
         """Count a death, once per incident."""
-        before = (await self._store.components.restarts(run_id)).get(component, Restarts())
+        before = await self._last_restarts(run_id, component)
         if before.incident == observation.incident:
             return before
         step = (await self._store.components.progress(run_id)).step

@@ -153,6 +153,17 @@ async def test_a_component_that_cannot_be_started_fails_the_run(
     assert "generation could not be started 4 times: no GPU left" in record.error
 
 
+async def test_a_component_that_cannot_be_started_is_given_more_and_more_time(
+    reconciler: Reconciler, mesh: FakeMesh, store: RunStore, clock: FakeClock
+):
+    mesh["generation"].start_error = RuntimeError("no GPU left")
+    for seconds, count in ((0.1, 1), (0.1, 2), (0.9, 2), (0.2, 3), (1.9, 3), (0.2, 4)):
+        clock.now += seconds
+        await reconciler.reconcile("lake")
+        assert (await store.components.restarts("lake"))["generation"].count == count
+    assert (await store.load("lake")).state is RunState.DRAINING
+
+
 async def test_what_a_restart_cannot_mend_fails_the_run_at_once(
     reconciler: Reconciler, mesh: FakeMesh, store: RunStore
 ):
