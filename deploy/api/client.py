@@ -44,7 +44,8 @@ class Client:
     def __init__(self, url: str, *, token: str | None = None) -> None:
         self.url = url
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="offbeat client", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="offbeat client", daemon=True)
+        self._thread.start()
         self._client = self._call(self._connect(url, token))
 
     @staticmethod
@@ -61,9 +62,11 @@ class Client:
 
     def close(self) -> None:
         """Close the connections; idempotent."""
-        if not self._loop.is_closed():
+        if self._thread.is_alive():
             self._call(self._client.close())
             self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
 
     def create(self, config: RunConfig) -> RunView:
         """Start a run."""

@@ -2,6 +2,7 @@
 
 import keyword
 import re
+import sys
 from pathlib import Path
 
 ENV = '''"""{title}: say what the task is."""
@@ -111,11 +112,15 @@ def write_template(folder: Path, name: str) -> list[Path]:
     """Write an env, its test and a run configuration.
 
     Raises:
-        BadNameError: not snake_case, or a keyword.
+        BadNameError: not snake_case, a keyword, or a module of Python.
         FileExistsError: a file exists; nothing is written.
     """
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name):
         raise BadNameError(f"{name!r} can't name a module: take snake_case, such as `word_game`")
+    if name in sys.stdlib_module_names:
+        raise BadNameError(
+            f"{name} is a module of Python, which {name}.py would hide: take another name, such as `{name}_game`"
+        )
     cls = class_name(name)
     title = name.replace("_", " ").capitalize()
     texts = {f"{name}.py": ENV, f"test_{name}.py": TEST, f"{name}.yaml": RUN}

@@ -71,6 +71,9 @@ def plan(
     from offbeat.deploy.plan.plan import make_plan, setup_of
     from offbeat.deploy.plan.table import name_best_change, show_plan, tables_of
 
+    if plot is not None and (plot.suffix != ".png" or not plot.parent.is_dir()):
+        typer.echo(f"--plot {plot}: name a .png in a folder that exists", err=True)
+        raise typer.Exit(EXIT_CONFIG)
     path, values = locate(config, overrides, config_path, config_name)
     loaded = load(path, values, for_this_machine=False)
     options = _Options(env_latency, turns, turn_latency, train_s, tokens, update_s)
@@ -130,6 +133,8 @@ class _Options:
         if self.turns is not None and self.env_latency is None:
             raise PlanError("--turns goes with --env-latency: a measured episode has its own turns")
         tags = config.train_env_manager.tags or tuple(config.custom_envs)
+        if unknown := [tag for tag in tags if tag not in config.custom_envs]:
+            raise PlanError(f"train_env_manager.tags: custom_envs has no {', '.join(unknown)}")
         max_turns = max(config.custom_envs[tag].max_steps for tag in tags)
         base = measured or Measures(
             AssumedWorkload(ValueDistribution("constant", max_turns), ValueDistribution("constant", 0.0)),
@@ -165,10 +170,11 @@ def _measure(run: str) -> "Measured":
 
 
 def _architecture(config: "RunConfig") -> "Mapping[str, JsonValue] | None":
-    """Return the policy's configuration, if on this machine."""
+    """Return the policy's configuration, if on this machine and complete."""
+    from offbeat.deploy.config.vocabulary import MissingWordsError
     from offbeat.deploy.run_setup import load_architecture
 
     try:
         return load_architecture(config)
-    except OSError:
+    except (OSError, MissingWordsError):
         return None

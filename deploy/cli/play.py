@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from offbeat.deploy.cli.env import parse_settings
+from offbeat.deploy.local.signals import interruptible
 
 EXIT_USAGE = 2
 
@@ -79,7 +80,8 @@ def play(
         setting = find_target(env, changes, tag, max_steps, template)
         if temperature is not None:
             setting = replace(setting, temperature=temperature)
-        asyncio.run(_play(setting, agent, endpoint, seed, temperature, tokenizer, render))
+        with interruptible():
+            asyncio.run(_play(setting, agent, endpoint, seed, temperature, tokenizer, render))
     except _user_errors() as error:
         _exit_usage(_error_text(error))
 
@@ -224,7 +226,7 @@ def _rollout(config: Any, order: Any, agent: str | None, temperature: float | No
         infer = config.actor_infer.model_copy(update={"generating_args": args})
         config = config.model_copy(update={"actor_infer": infer})
     typer.echo(f"collecting {order.episodes} episodes with {agent or find_policy(config)}")
-    with Progress(transient=True) as bar:
+    with interruptible(), Progress(transient=True) as bar:
         line = bar.add_task("episodes", total=order.episodes)
 
         def show(done: int, _: int) -> None:

@@ -1,6 +1,8 @@
 """Termination signals."""
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def termination_signals() -> tuple[signal.Signals, ...]:
@@ -13,3 +15,13 @@ def raise_interrupt_on_signals() -> None:
     """Raise KeyboardInterrupt on termination signals."""
     for number in termination_signals():
         signal.signal(number, signal.default_int_handler)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Raise KeyboardInterrupt on SIGINT, also in a call that blocks an event loop, whose own handler would wait for it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

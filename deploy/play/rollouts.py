@@ -164,9 +164,12 @@ async def _play(
             if request.kind is EpisodeKind.EVAL
             else env_config
         )
-        env = _LocalEnv(registry.make(target.env.env_type, held_out))
-        agent = make_random_agent(env.env, request.seed * 1_000_003 + number)
-        return await run(env, read_traits(env.env), TextSampler(agent, chat))
+        made = registry.make(target.env.env_type, held_out)
+        try:
+            agent = make_random_agent(made, request.seed * 1_000_003 + number)
+            return await run(_LocalEnv(made), read_traits(made), TextSampler(agent, chat))
+        finally:
+            made.close()
     lease = await pool.take(task.tag, request.kind)
     finished = False
     try:

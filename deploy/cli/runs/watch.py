@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from offbeat.deploy.cli.run_view import LiveView, open_view
 from offbeat.deploy.cli.runs.calls import DONE, UNREACHABLE, call
+from offbeat.deploy.local.signals import interruptible
 from offbeat.deploy.report.history import RunHistory
 from offbeat.services.control.client import ControlClient
 from offbeat.services.control.event_schemas import HistoryView, MetricView
@@ -25,7 +26,8 @@ def watch_run(url: str, token: str | None, run_id: str, *, as_json: bool) -> int
         return await (_print_events(client, run_id) if as_json else _show_events(client, run_id))
 
     try:
-        return call(url, token, ask)
+        with interruptible():
+            return call(url, token, ask)
     except (KeyboardInterrupt, asyncio.CancelledError):
         return DONE
     except BrokenPipeError:

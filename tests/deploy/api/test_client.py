@@ -1,6 +1,7 @@
 """The Python client against a real API."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,18 @@ async def test_what_is_recorded_of_a_run_comes_as_tables(url: str) -> None:
     assert by_trajectories["learner/reward"].to_dict() == {5.0: 0.5, 10.0: 1.0, 15.0: 1.5}
     assert (trajectory.step, trajectory.reward, len(trajectory.segments[0].ratio)) == (3, 1.0, 9)
     assert compared.differences["seed"] == [4, 5]
+
+
+async def test_a_client_is_closed_once_however_often_it_is_asked(url: str) -> None:
+    def close() -> list[threading.Thread]:
+        with offbeat.connect(url) as client:
+            assert client.list()
+            client.close()
+        client.close()
+        return [thread for thread in threading.enumerate() if thread.name == "offbeat client"]
+
+    async with asyncio.timeout(20):
+        assert await asyncio.to_thread(close) == []
 
 
 async def test_a_reproduction_is_waited_for(url: str) -> None:

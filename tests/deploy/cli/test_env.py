@@ -95,6 +95,11 @@ def test_new_writes_over_nothing_and_takes_no_name_that_python_does_not(
     taken = offbeat("env", "new", "mine")
     assert (taken.exit_code, "exists already" in taken.output) == (2, True)
     assert [path.name for path in tmp_path.iterdir()] == ["test_mine.py"]
-    for name in ("My-Env", "class", "9lives"):
+    for name, reason in (
+        ("My-Env", "snake_case"),
+        ("class", "snake_case"),
+        ("9lives", "snake_case"),
+        ("queue", "of Python"),
+    ):
         refused = offbeat("env", "new", name)
-        assert (refused.exit_code, "snake_case" in refused.output) == (2, True)
+        assert (refused.exit_code, reason in refused.output) == (2, True)

@@ -58,6 +58,9 @@ def test_the_table_says_what_would_help_most():
         (("--from", "no/such/run"), "there is no run in no/such/run"),
         ((*TIMES, "--cpus", "1"), "no room for an engine, a worker and a learner"),
         ((*TIMES, "max_stalenes=1"), "max_stalenes"),
+        ((*TIMES, "train_env_manager.tags=[Nope]"), "train_env_manager.tags: custom_envs has no Nope"),
+        ((*TIMES, "--plot", "plan.svg"), "--plot plan.svg: name a .png"),
+        ((*TIMES, "--plot", "no/such/plan.png"), "in a folder that exists"),
     ],
 )
 def test_a_plan_that_cannot_be_made_says_what_is_missing(arguments: tuple[str, ...], complaint: str):
@@ -65,6 +68,13 @@ def test_a_plan_that_cannot_be_made_says_what_is_missing(arguments: tuple[str, .
     assert result.exit_code == 2
     assert complaint in result.output.replace("\n", "")
     assert "Traceback" not in result.output
+
+
+def test_a_policy_without_words_has_a_plan_all_the_same(tmp_path: Path):
+    text = "custom_envs: {P: {env_type: gymnasium, env_config: {id: Pendulum-v1}}}\nexp_name: p\npretrain: tiny\n"
+    (tmp_path / "run.yaml").write_text(text)
+    result = CliRunner().invoke(app, ["plan", str(tmp_path / "run.yaml"), "--episodes", "400", *TIMES])
+    assert result.exit_code == 0, result.output
 
 
 def test_a_pipeline_of_rows_has_no_plan():
