@@ -95,6 +95,11 @@ class RunKeys:
         return self.key("metrics")
 
     @property
+    def writers(self) -> str:
+        """Hash: writer -> number of its newest write by `RunWrites.once`."""
+        return self.key("writers")
+
+    @property
     def changes(self) -> str:
         """List: changes of settings, JSON."""
         return self.key("changes")

@@ -134,7 +134,7 @@ class RedisMetrics:
         self._write = RunWrites(redis, run_id, uid)
 
     def append(self, record: MetricRecord) -> None:
-        self._write("XADD", self._key, *_ENTRY, encode_record(record))
+        self._write.once("XADD", self._key, *_ENTRY, encode_record(record))
 
     def read(
         self, after: str = "0", *, block_ms: int | None = None, count: int = 1000
@@ -153,7 +153,7 @@ class AsyncRedisMetrics:
         self._write = AsyncRunWrites(redis, run_id, uid)
 
     async def append(self, record: MetricRecord) -> None:
-        await self._write("XADD", self._key, *_ENTRY, encode_record(record))
+        await self._write.once("XADD", self._key, *_ENTRY, encode_record(record))
 
     async def read(self, after: str = "0", *, count: int = 1000) -> list[tuple[str, MetricRecord]]:
         """Return (id, record) after `after`."""

@@ -1,9 +1,13 @@
 """Single writes of a run's parts.
 
-Invariant: a late write of a run since deleted or created anew has no effect. It is logged once.
+Invariants: a late write of a run since deleted or created anew has no effect, and is logged once; a write by `once`
+has its effect once, even if the connection repeats it after a lost reply.
 """
 
+import asyncio
 import logging
+import threading
+import uuid
 from typing import Any, cast
 
 from redis import Redis
@@ -14,11 +18,15 @@ from offbeat.services.keys import RunKeys
 logger = logging.getLogger(__name__)
 
 _WRITE = """
--- KEYS: record, epoch, key to write. ARGV: uid of the caller's run, epoch that it holds (empty: any), command, argument, ...
+-- KEYS: record, epoch, key to write, writers. ARGV: uid of the caller's run, epoch that it holds (empty: any), writer,
+-- number of the write (0: may be repeated), command, argument, ...
 -- Returns 1, or 0: the record is another run's or, unless the caller knows of none, gone; or a newer learner holds the run.
 if (redis.call('HGET', KEYS[1], 'uid') or '') ~= ARGV[1] then return 0 end
 if ARGV[2] ~= '' and redis.call('GET', KEYS[2]) ~= ARGV[2] then return 0 end
-redis.call(ARGV[3], KEYS[3], unpack(ARGV, 4))
+local number = tonumber(ARGV[4])
+if number > 0 and number <= tonumber(redis.call('HGET', KEYS[4], ARGV[3]) or 0) then return 1 end
+redis.call(ARGV[5], KEYS[3], unpack(ARGV, 6))
+if number > 0 then redis.call('HSET', KEYS[4], ARGV[3], number) end
 return 1
 """
 
@@ -28,14 +36,20 @@ class _Refusals:
         self._keys = RunKeys(run_id)
         self._uid = uid
         self._warned = False
+        self._writer = uuid.uuid4().hex
+        self._number = 0
         self.epoch: int | None = None
         """Epoch required of the writer's lease; None: any."""
 
     def _keys_of(self, key: str) -> list[str]:
-        return [self._keys.record, self._keys.epoch, key]
+        return [self._keys.record, self._keys.epoch, key, self._keys.writers]
 
-    def _arguments(self, command: str, arguments: tuple[Any, ...]) -> list[Any]:
-        return [self._uid, "" if self.epoch is None else self.epoch, command, *arguments]
+    def _arguments(self, command: str, arguments: tuple[Any, ...], number: int = 0) -> list[Any]:
+        return [self._uid, "" if self.epoch is None else self.epoch, self._writer, number, command, *arguments]
+
+    def _numbered(self, command: str, arguments: tuple[Any, ...]) -> list[Any]:
+        self._number += 1
+        return self._arguments(command, arguments, self._number)
 
     def _note(self, accepted: object) -> bool:
         if not accepted and not self._warned:
@@ -52,9 +66,16 @@ class RunWrites(_Refusals):
     def __init__(self, redis: Redis, run_id: str, uid: str = "") -> None:
         super().__init__(run_id, uid)
         self._script = redis.register_script(_WRITE)
+        self._lock = threading.Lock()
+        """Held while a numbered write is sent: a later number would overtake it."""
 
     def __call__(self, command: str, key: str, *arguments: Any) -> bool:
         return self._note(self._script(keys=self._keys_of(key), args=self._arguments(command, arguments)))
+
+    def once(self, command: str, key: str, *arguments: Any) -> bool:
+        """Write with a command that is not idempotent."""
+        with self._lock:
+            return self._note(self._script(keys=self._keys_of(key), args=self._numbered(command, arguments)))
 
 
 class AsyncRunWrites(_Refusals):
@@ -63,6 +84,11 @@ class AsyncRunWrites(_Refusals):
     def __init__(self, redis: AsyncRedis, run_id: str, uid: str = "") -> None:
         super().__init__(run_id, uid)
         self._script = redis.register_script(_WRITE)
+        self._lock = asyncio.Lock()
 
     async def __call__(self, command: str, key: str, *arguments: Any) -> None:
         self._note(await cast(Any, self._script(keys=self._keys_of(key), args=self._arguments(command, arguments))))
+
+    async def once(self, command: str, key: str, *arguments: Any) -> None:
+        async with self._lock:
+            self._note(await cast(Any, self._script(keys=self._keys_of(key), args=self._numbered(command, arguments))))

@@ -1,7 +1,18 @@
+import asyncio
+import os
+import signal
+import threading
+from pathlib import Path
+
 import pytest
 from redis import Redis
 
+from offbeat.services.buffer.config import RedisConfig
+from offbeat.services.redis import connection
+from offbeat.services.redis.connection import connect, connect_async
+from offbeat.services.redis.server import EmbeddedRedis
 from offbeat.services.telemetry import (
+    AsyncRedisMetrics,
     MetricRecord,
     Partial,
     RedisMetrics,
@@ -38,3 +49,34 @@ def test_records_are_read_in_order_from_where_one_stopped(redis_url: str):
         read = list(metrics.read())
         assert [record.step for _, record in read] == [0, 1, 2]
         assert [record.step for _, record in metrics.read(read[1][0])] == [2]
+
+
+async def test_a_record_whose_reply_is_lost_is_appended_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A server that is stopped for longer than a socket's time limit executes each repetition of a command."""
+    monkeypatch.setattr(connection, "SOCKET_TIMEOUT_S", 0.3)
+    with EmbeddedRedis(tmp_path, RedisConfig()) as server:
+        client, async_client = connect(server.url), connect_async(server.url)
+        metrics, async_metrics = RedisMetrics(client, "run"), AsyncRedisMetrics(async_client, "run")
+        for step in range(3):
+            for is_async in (False, True):
+                if step == 1:
+                    pause(server.pid, 1.0)
+                record = MetricRecord("learner", {}, step=step)
+                await async_metrics.append(record) if is_async else metrics.append(record)
+        assert [record.step for _, record in metrics.read()] == [0, 0, 1, 1, 2, 2]
+        await async_client.aclose()
+        client.close()
+
+
+async def test_records_appended_at_once_are_all_kept(redis_url: str):
+    client = connect_async(redis_url)
+    metrics = AsyncRedisMetrics(client, "run")
+    await asyncio.gather(*(metrics.append(MetricRecord("rollout", {}, step=step)) for step in range(50)))
+    assert sorted(record.step or 0 for _, record in await metrics.read()) == list(range(50))
+    await client.aclose()
+
+
+def pause(pid: int | None, seconds: float) -> None:
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(seconds, os.kill, (pid, signal.SIGCONT)).start()
