@@ -65,6 +65,8 @@ class RemoteFolder:
             raise CheckpointError(f"{url} can't be used: {error}") from error
         self._root = str(root).rstrip("/")
         self._listed: list[RemoteCheckpoint] = []
+        self._superseded: list[str] = []
+        """Checkpoints and lists that are no longer in use, and whose files may remain."""
         self._sequence = 0
         self.is_taken = False
 
@@ -79,8 +81,7 @@ class RemoteFolder:
             self._make_folder(self._root)
             self._fs.pipe_file(f"{self._root}/{EPOCH}{self._epoch:06d}", b"")
             self._check()
-            self._listed = list(self._newest_list()[1])
-            self._write_list()
+            self._write_list(self._newest_list()[1])
             listed = {each.name for each in self._listed}
             for name in self._names():
                 match = CHECKPOINT.fullmatch(name)
@@ -121,12 +122,11 @@ class RemoteFolder:
                 sync_tree(Path(self._root) / name)
             others = [each for each in self._listed if each.name != name]
             kept = [each for each in others if each.local_name in retained and each.step != state.step]
-            self._listed = [*kept, new]
-            self._write_list()
+            self._write_list([*kept, new])
             self._check()
-            for each in others:
-                if each not in kept:
-                    self._delete(each.name)
+            while self._superseded:
+                self._delete(self._superseded[0])
+                self._superseded.pop(0)
         return new
 
     def _store(self, source: Path, target: str, expected: Sequence[int], *, read_back: bool) -> None:
@@ -150,12 +150,14 @@ class RemoteFolder:
                 crc, size = zlib.crc32(chunk, crc), size + len(chunk)
         return [size, crc]
 
-    def _write_list(self) -> None:
-        self._sequence += 1
-        tree = {"schema": SCHEMA, "epoch": self._epoch, "checkpoints": [asdict(each) for each in self._listed]}
-        self._fs.pipe_file(f"{self._root}/{self._list_name(self._sequence)}", json.dumps(tree, indent=2).encode())
+    def _write_list(self, checkpoints: list[RemoteCheckpoint]) -> None:
+        tree = {"schema": SCHEMA, "epoch": self._epoch, "checkpoints": [asdict(each) for each in checkpoints]}
+        name = self._list_name(self._sequence + 1)
+        self._fs.pipe_file(f"{self._root}/{name}", json.dumps(tree, indent=2).encode())
+        self._superseded += [each.name for each in self._listed if each not in checkpoints]
+        self._listed, self._sequence = checkpoints, self._sequence + 1
         if self._sequence > 2:  # a reader that has listed the one before can still read it
-            self._fs.rm_file(f"{self._root}/{self._list_name(self._sequence - 2)}")
+            self._superseded.append(self._list_name(self._sequence - 2))
 
     def _list_name(self, sequence: int) -> str:
         return f"manifest-{self._epoch:06d}-{sequence:06d}.json"

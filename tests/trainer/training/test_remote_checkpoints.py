@@ -80,6 +80,10 @@ def die() -> None:
     raise InterruptedUpload
 
 
+def fail() -> None:
+    raise OSError("the store answers no more")
+
+
 def test_what_was_uploaded_is_found_by_every_url(url: str, local: Callable[[int], Checkpoint], tmp_path: Path) -> None:
     remote = taken(url, 1)
     for step in (4, 8):
@@ -124,6 +128,30 @@ def test_an_upload_that_breaks_off_anywhere_is_absent(
         successor.upload(second, [], read_back=False)
         assert steps(place) == [8]
         fetch_by_url(place, tmp_path / f"{at}-again")
+    assert at > 8
+
+
+def test_an_upload_that_fails_anywhere_is_repeated_and_leaves_nothing(
+    url: str, local: Callable[[int], Checkpoint]
+) -> None:
+    saved = [local(step) for step in (4, 8, 12)]
+    for at in itertools.count(1):
+        place = f"{url}-{at}"
+        remote = taken(place, 1)
+        remote.upload(saved[0], [], read_back=False)
+        interrupt(remote, at, fail)
+        try:
+            remote.upload(saved[1], [], read_back=True)
+        except StoreError:
+            assert steps(place) == [each.step for each in remote.checkpoints]
+        else:
+            break
+        if steps(place) == [4]:
+            remote.upload(saved[1], [], read_back=True)
+        remote.upload(saved[2], [], read_back=True)
+        assert steps(place) == [12]
+        assert len([name for name in remote._names() if name.startswith("step-")]) == 1
+        assert len([name for name in remote._names() if name.startswith("manifest-")]) == 2
     assert at > 8
 
 
