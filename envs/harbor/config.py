@@ -24,7 +24,7 @@ class HarborConfig(Config):
     split: Literal["train", "held_out", "any"] = "train"
     """Training never uses held-out tasks."""
     max_steps: int = Field(default=30, ge=1)
-    """Answers until the verifier runs; at most the tag's `max_steps`, or it never does."""
+    """Answers until the verifier runs; at most the tag's `max_steps`."""
     function_calling: Literal["prompt", "template"] = "prompt"
     """Commands in the answer's text, or as functions in the chat template's format."""
     action_pattern: str = FENCED

@@ -12,6 +12,7 @@ from offbeat.deploy.config.checks.agents import check_agent, check_function
 from offbeat.deploy.config.checks.data import check_data, check_online, check_rows
 from offbeat.deploy.config.checks.devices import check_devices
 from offbeat.deploy.config.checks.episodes import check_episodes
+from offbeat.deploy.config.checks.harbor import check_harbor
 from offbeat.deploy.config.checks.hf_infer import check_hf_infer
 from offbeat.deploy.config.checks.lora import check_lora, check_targets
 from offbeat.deploy.config.checks.megatron import check_megatron
@@ -70,6 +71,7 @@ def check_run(
         *check_rewards(config, on_step),
         *_check_env(config, on_step),
         *check_episodes(config, on_step),
+        *([] if started else check_harbor(config)),
         *_check_functions(config, on_step),
     ]
     return issues or (check_first_prompts(config, on_step, trial=trial) if config.custom_envs else [])
