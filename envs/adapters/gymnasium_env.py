@@ -14,7 +14,7 @@ from offbeat.envs.class_path import load_object
 from offbeat.envs.config import Config
 from offbeat.envs.parsing import compile_pattern
 
-NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE]-?\d+)?")
+NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 class WrapperConfig(Config):

@@ -101,6 +101,18 @@ def test_numbers_of_a_box_are_parsed_and_clipped():
     assert env.step("1 2")[4]["action_is_valid"] is False
 
 
+@pytest.mark.parametrize(
+    ("answer", "torque"),
+    [(".5", 0.5), ("-.5", -0.5), ("+1", 1.0), ("1.", 1.0), ("1e-1", 0.1), ("1e+0", 1.0), ("[-1.5E+00]", -1.5)],
+)
+def test_numbers_of_a_box_may_have_any_decimal_form(answer: str, torque: float):
+    env = registry.make("gymnasium", {"id": "Pendulum-v1"})
+    own = gymnasium.make("Pendulum-v1")
+    env.reset(seed=1)
+    own.reset(seed=1)
+    assert env.step(answer)[1] == own.step(np.array([torque], dtype=np.float32))[1]
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_reasoning_gym_scores_answers_and_separates_splits():
     library = pytest.importorskip("reasoning_gym")
