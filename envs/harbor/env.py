@@ -21,7 +21,7 @@ from offbeat.envs.tools.functions import Function, read_calls, write_results
 
 PROMPT = (
     "Solve the task in a Linux terminal. Answer with one command in a fenced block (```bash). "
-    "Each runs in a new bash in {workdir}. When the task is done, answer with the command submit ."
+    "Each runs in a new bash in the task's folder. When the task is done, answer with the command submit ."
 )
 FUNCTION_PROMPT = "Solve the task in a Linux terminal by the function bash. When the task is done, call submit."
 SUBMIT = "submit"

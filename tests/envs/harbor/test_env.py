@@ -63,6 +63,11 @@ def test_answers_without_a_command_cost_the_format_penalty(task_folder: TaskFold
     env.close()
 
 
+def test_a_prompt_has_no_unfilled_field(task_folder: TaskFolder):
+    for function_calling in ("prompt", "template"):
+        assert "{" not in task_folder.env(function_calling=function_calling).system_prompt
+
+
 def test_functions_in_the_templates_format(task_folder: TaskFolder):
     env = task_folder.env(function_calling="template")
     assert [function["function"]["name"] for function in env.functions] == ["bash", "submit"]
