@@ -27,6 +27,8 @@ Floats = npt.NDArray[np.float64]
 ANNOUNCE_S = 0.01
 """Assumed time from a publish's return to its announcement."""
 WARM_UP_STEPS = 1
+STEP_PARTS = ("wait", "train", "publish")
+"""Measured parts of a step's time."""
 MIN_EPISODE_S = 1e-6
 """Of an episode whose logarithm is taken."""
 FITTED_TO = 4.0
@@ -97,14 +99,14 @@ def measure(
     if not any(row.values.get("episodes") for row in played):
         raise PlanError(f"{where} has no finished episode in its metrics: does its pipeline play envs?")
     counted, before = steps[WARM_UP_STEPS:], steps[WARM_UP_STEPS - 1]
+    counted, span_s, gap_notes = _without_gaps(counted, before)
     played = _begun_after(before.time, played)
     turn_s, mean_turn_s = _fit_turns(played, rows, num_replicas)
     worker_s = _worker_s([row for row in rows if row.source == "rollout" and row.time >= before.time])
     workload, notes = _workload(groups, played, mean_turn_s + worker_s)
-    span_s = counted[-1].time - before.time
     trajectories = _total(counted, "trajectories")
     fixed_s, per_token_s = _fit_training(counted)
-    busy = {name: _total(counted, f"time/{name}_s") / len(counted) for name in ("wait", "train", "publish")}
+    busy = {name: _total(counted, f"time/{name}_s") / len(counted) for name in STEP_PARTS}
     refilled = _total(counted, "groups_dropped/no_signal")
     measures = Measures(
         workload=workload,
@@ -128,8 +130,26 @@ def measure(
         dropped=round(sum(value for row in steps for name, value in row.values.items() if _is_drop(name))),
         num_steps=len(counted),
         num_episodes=sum(map(len, groups)),
-        notes=notes,
+        notes=(*notes, *gap_notes),
     )
+
+
+def _without_gaps(steps: Sequence[MetricRow], before: MetricRow) -> tuple[list[MetricRow], float, tuple[str, ...]]:
+    """Return the steps that no pause, failure or evaluation interrupted, their time, and a note on the others.
+
+    Interrupted: the time that is neither waiting, training nor publishing is beyond the outer fence (Tukey 1977) or the
+    median by a whole step.
+    """
+    ends = np.array([before.time, *(row.time for row in steps)])
+    spans = np.diff(ends)
+    others = spans - [sum(row.values.get(f"time/{name}_s", 0.0) for name in STEP_PARTS) for row in steps]
+    low, middle, high = np.percentile(others, (25, 50, 75))
+    whole = others <= middle + max(3 * (high - low), float(np.median(spans)))
+    kept, span_s = [row for row, keep in zip(steps, whole, strict=True) if keep], float(spans[whole].sum())
+    if len(kept) == len(steps):
+        return kept, span_s, ()
+    gone = f"{len(steps) - len(kept)} of {len(steps)} steps, {float(spans.sum()) - span_s:.0f} s"
+    return kept, span_s, (f"left out for a pause, a failure or an evaluation: {gone}",)
 
 
 def read_batches(folder: Path, config: AlgorithmConfig) -> tuple[list[StepBatch], tuple[str, ...]]:

@@ -11,6 +11,7 @@ from offbeat.services.buffer.config import Order
 @dataclass(frozen=True, slots=True)
 class Setup:
     limits: BufferLimits
+    """`group_size` includes the baselines, which a group waits for as for its other members."""
     order: Order
     slots: int
     """Concurrent episodes."""
@@ -21,8 +22,8 @@ class Setup:
 
     @property
     def batch(self) -> int:
-        """Trajectories of a step."""
-        return self.limits.groups_per_step * self.limits.group_size
+        """Trajectories that a step trains on."""
+        return self.limits.groups_per_step * (self.limits.group_size - self.limits.baselines)
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ def setup_of(config: RunConfig) -> Setup:
     rollout = config.rollout
     limits = replace(buffer_limits(config), total_groups=MAX_GROUPS)
     return Setup(
-        limits=replace(limits, group_size=limits.group_size + limits.baselines, baselines=0),
+        limits=replace(limits, group_size=limits.group_size + limits.baselines),
         order=config.buffer.order,
         slots=rollout.num_workers * per_worker_of(config),
         num_workers=rollout.num_workers,

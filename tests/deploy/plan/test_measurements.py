@@ -84,6 +84,19 @@ def test_what_the_run_achieved_is_kept_for_comparison():
     assert (measured.lag, measured.learner_idle) == (pytest.approx(1.5), pytest.approx(0.5))
 
 
+@pytest.mark.parametrize("gap_s", [10.0, 28_800.0])
+def test_a_pause_between_steps_is_left_out(gap_s: float):
+    steps = step_rows(40)
+    paused = [replace(row, time=row.time + gap_s * (row.time > 41.0)) for row in steps]
+    whole, interrupted = measure([*steps, *rollout_rows()], []), measure([*paused, *rollout_rows()], [])
+    assert interrupted.measures.other_s == pytest.approx(whole.measures.other_s, rel=0.05)
+    assert interrupted.trajectories_per_s == pytest.approx(5.0)
+    assert (interrupted.step_s, interrupted.learner_idle) == (pytest.approx(2.0), pytest.approx(0.5))
+    assert interrupted.num_steps == 38
+    (note,) = {*interrupted.notes} - {*whole.notes}
+    assert note == f"left out for a pause, a failure or an evaluation: 1 of 39 steps, {gap_s + 2:.0f} s"
+
+
 def test_a_turn_takes_longer_beside_others_and_evaluations_are_left_out():
     times = measure([*step_rows(), *rollout_rows()], []).measures.turn_s
     for count in (4, 32, 64):

@@ -12,7 +12,7 @@ from offbeat.deploy.plan.machine import Machine, PartSizes, divisions
 from offbeat.deploy.plan.memory import kv_bytes_per_token
 from offbeat.deploy.plan.plan import setup_of
 from tests.deploy.plan.settings import measures_of
-from tests.paths import QUICKSTART
+from tests.paths import CONFIGS, QUICKSTART
 
 TIMES = ("--env-latency", "lognormal:0.2:0.2", "--turn-latency", "0.02", "--turns", "uniform:3:12", "--train-s", "0.5")
 
@@ -81,6 +81,13 @@ def test_a_pipeline_of_rows_has_no_plan():
     result = CliRunner().invoke(app, ["plan", "sft", *TIMES])
     assert result.exit_code == 2
     assert "reads rows" in result.output
+
+
+def test_baselines_are_waited_for_and_not_trained_on():
+    config = read_run(CONFIGS / "recipes/remax.yaml")
+    setup = setup_of(config)
+    assert setup.limits.group_size > config.train_env_manager.group_size
+    assert setup.batch == config.rollout_batch_size
 
 
 def test_a_machine_is_divided_between_engines_and_learner():

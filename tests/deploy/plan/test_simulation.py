@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.deploy.plan.closed_forms import closed_forms, expected_lag
+from offbeat.deploy.plan.estimate import Effort, estimate
 from offbeat.deploy.plan.outcome import Setup, SimulatedRun
 from offbeat.deploy.plan.simulation import Simulation
 from offbeat.deploy.plan.workload import Measures
@@ -129,6 +130,12 @@ def test_redundancy_cancels_the_slowest_and_shortens_steps():
     redundant = simulate(setup_with(max_staleness=0.0, slots=160, redundancy=2), measures, steps=200)
     assert redundant.step_s < 0.8 * plain.step_s
     assert redundant.cancelled > plain.cancelled == 0
+
+
+def test_cancelled_episodes_are_counted_per_trained_trajectory_whatever_the_warm_up():
+    setup = setup_with(max_staleness=0.0, slots=160, redundancy=2)
+    for effort in (Effort(steps=40, warm_up=0), Effort(steps=40, warm_up=20)):
+        assert estimate(setup, measures_of(env_s="lognormal:0.25:1.5"), effort).cancelled == pytest.approx(0.5, rel=0.1)
 
 
 def test_a_saturated_redis_and_worker_are_seen():
