@@ -220,11 +220,13 @@ def _rollout(config: Any, order: Any, agent: str | None, temperature: float | No
     from offbeat.deploy.play.conversations import write_conversations
     from offbeat.deploy.play.parquet import decode_episode, write_parquet
     from offbeat.deploy.play.session import collect, find_policy
+    from offbeat.services.messages.types import EpisodeKind
 
     if temperature is not None:
-        args = config.actor_infer.generating_args.model_copy(update={"temperature": temperature})
-        infer = config.actor_infer.model_copy(update={"generating_args": args})
-        config = config.model_copy(update={"actor_infer": infer})
+        name = "val_env_manager" if order.kind is EpisodeKind.EVAL else "actor_infer"
+        table = getattr(config, name)
+        args = table.generating_args.model_copy(update={"temperature": temperature})
+        config = config.model_copy(update={name: table.model_copy(update={"generating_args": args})})
     typer.echo(f"collecting {order.episodes} episodes with {agent or find_policy(config)}")
     with interruptible(), Progress(transient=True) as bar:
         line = bar.add_task("episodes", total=order.episodes)

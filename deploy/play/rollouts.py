@@ -129,7 +129,7 @@ async def _play(
     runtime: AgentRuntime | None,
     rows: AnsweredRows | None,
 ) -> Trajectory:
-    target = build_target(config, task.tag)
+    target = build_target(config, task.tag, request.kind)
     if sample is None:
         target = remove_token_limits(target)
     group, member = divmod(number, request.group_size)

@@ -57,7 +57,7 @@ async def collect(
     chat = load_chat(folder)
     for env in config.custom_envs.values():
         check_rendering(env, chat)
-    target = build_target(config, next(iter(config.custom_envs)))
+    target = build_target(config, next(iter(config.custom_envs)), request.kind)
     sample = None if folder is None else load_sampler(folder, chat, target, request.seed)
     runtime = _random_runtime(config, chat) if folder is None else runtime_for(config.custom_envs, folder)
     return CollectedEpisodes(await run_episodes(config, request, chat, sample, progress, runtime), chat)

@@ -10,6 +10,7 @@ from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.run import RunConfig
 from offbeat.envs import registry
 from offbeat.services.chat.append_only import ChatFormat
+from offbeat.services.messages.types import EpisodeKind
 from offbeat.services.rollout.config import CustomEnv
 from offbeat.services.rollout.envs.runners import read_traits
 from offbeat.trainer.config.issue import ConfigIssue
@@ -56,8 +57,11 @@ def load_config(path: Path, overrides: list[str] | None = None, *, needs_env: bo
     return config
 
 
-def build_target(config: RunConfig, tag: str) -> PlayTarget:
+def build_target(config: RunConfig, tag: str, kind: EpisodeKind = EpisodeKind.TRAIN) -> PlayTarget:
+    """Return a tag's target, with the sampling of its training or of its sampled evaluations."""
     args = config.actor_infer.generating_args
+    if kind is EpisodeKind.EVAL:
+        args = config.val_env_manager.generating_args.for_evaluation(args)
     return PlayTarget(
         tag,
         config.custom_envs[tag],

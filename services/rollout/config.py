@@ -207,6 +207,10 @@ class ManagerGeneratingArgs(Config):
     def over(self, args: GeneratingArgs) -> GeneratingArgs:
         return args.model_copy(update=self.model_dump(exclude_none=True))
 
+    def for_evaluation(self, train: GeneratingArgs) -> GeneratingArgs:
+        """Return the sampling of evaluations: temperature 1 without truncation, with these changes."""
+        return self.over(GeneratingArgs(max_new_tokens=train.max_new_tokens))
+
 
 class EnvManagerConfig(Config):
     """Tags and groups; ROLL's `train_env_manager` and `val_env_manager`."""

@@ -25,7 +25,7 @@ INITIAL_RETRY_WAIT_S, MAX_RETRY_WAIT_S = 0.05, 1.0
 def build_samplings(settings: WorkerSettings, stop_ids: tuple[int, ...]) -> dict[str, Sampling]:
     """Return settings by `EpisodeTask.sampling_name`."""
     train = settings.generating_args
-    sampled = settings.val_env_manager.generating_args.over(GeneratingArgs(max_new_tokens=train.max_new_tokens))
+    sampled = settings.val_env_manager.generating_args.for_evaluation(train)
     greedy = GeneratingArgs(temperature=0.0, max_new_tokens=sampled.max_new_tokens)
     return {
         name: Sampling(args.temperature, args.top_p, args.top_k, args.max_new_tokens, stop_ids)

@@ -113,6 +113,27 @@ def test_training_tasks_are_others_than_those_of_evaluation(folder: Path, record
     assert all(episode.stop_reason in ("max_steps", "terminated") for episode in read_parquet(out))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "is_greedy"),
+    [
+        (("actor_infer.generating_args.temperature=0",), False),
+        (("+val_env_manager.generating_args.temperature=0",), True),
+        (("--temperature", 0), True),
+        (("--split", "train", "actor_infer.generating_args.temperature=0"), True),
+        (("--split", "train", "+val_env_manager.generating_args.temperature=0"), False),
+        (("--split", "train", "--temperature", 0), True),
+    ],
+)
+def test_each_split_is_sampled_as_in_the_run(
+    folder: Path, tmp_path: Path, arguments: tuple[object, ...], is_greedy: bool
+):
+    out = tmp_path / "r.parquet"
+    command = ("rollout", folder / "run.yaml", "--agent", folder / "policy", "--episodes", 4, "--group-size", 4)
+    done = offbeat(*command, "--out", out, *arguments)
+    assert done.exit_code == 0, done.output
+    assert (len({tuple(episode.tokens) for episode in read_parquet(out)}) == 1) == is_greedy
+
+
 @pytest.mark.parametrize(("color", "says"), [("logprob", "red"), ("version", "versions 0"), ("mask", "green")])
 def test_inspect_shows_tokens_in_the_colour_that_is_asked_for(recorded: Path, color: str, says: str):
     done = offbeat("inspect", recorded, "--color", color, "--episode", 2)
