@@ -1,7 +1,7 @@
 """Single writes of a run's parts.
 
 Invariants: a late write of a run since deleted or created anew has no effect, and is logged once; a write by `once`
-has its effect once, even if the connection repeats it after a lost reply.
+has its effect once, even if connection or caller repeat it after a lost reply.
 """
 
 import asyncio
@@ -38,6 +38,8 @@ class _Refusals:
         self._warned = False
         self._writer = uuid.uuid4().hex
         self._number = 0
+        self._unanswered: tuple[Any, ...] | None = None
+        """Numbered write without an answer: its caller may repeat it."""
         self.epoch: int | None = None
         """Epoch required of the writer's lease; None: any."""
 
@@ -48,7 +50,8 @@ class _Refusals:
         return [self._uid, "" if self.epoch is None else self.epoch, self._writer, number, command, *arguments]
 
     def _numbered(self, command: str, arguments: tuple[Any, ...]) -> list[Any]:
-        self._number += 1
+        if arguments != self._unanswered:
+            self._number, self._unanswered = self._number + 1, arguments
         return self._arguments(command, arguments, self._number)
 
     def _note(self, accepted: object) -> bool:
@@ -75,7 +78,9 @@ class RunWrites(_Refusals):
     def once(self, command: str, key: str, *arguments: Any) -> bool:
         """Write with a command that is not idempotent."""
         with self._lock:
-            return self._note(self._script(keys=self._keys_of(key), args=self._numbered(command, arguments)))
+            accepted = self._script(keys=self._keys_of(key), args=self._numbered(command, arguments))
+            self._unanswered = None
+        return self._note(accepted)
 
 
 class AsyncRunWrites(_Refusals):
@@ -91,4 +96,7 @@ class AsyncRunWrites(_Refusals):
 
     async def once(self, command: str, key: str, *arguments: Any) -> None:
         async with self._lock:
-            self._note(await cast(Any, self._script(keys=self._keys_of(key), args=self._numbered(command, arguments))))
+            args = self._numbered(command, arguments)
+            accepted = await cast(Any, self._script(keys=self._keys_of(key), args=args))
+            self._unanswered = None
+        self._note(accepted)

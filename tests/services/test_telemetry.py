@@ -3,6 +3,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -66,6 +67,26 @@ async def test_a_record_whose_reply_is_lost_is_appended_once(tmp_path: Path, mon
         assert [record.step for _, record in metrics.read()] == [0, 0, 1, 1, 2, 2]
         await async_client.aclose()
         client.close()
+
+
+def test_a_record_that_its_writer_repeats_after_an_error_is_appended_once(redis_url: str):
+    record = MetricRecord("rollout", {}, time=1.0)
+    with connect(redis_url) as client:
+        metrics = RedisMetrics(client, "run")
+        script = metrics._write._script
+
+        def lose_reply(**arguments: Any) -> None:
+            script(**arguments)
+            raise ConnectionError
+
+        metrics._write._script = lose_reply  # type: ignore[assignment]
+        with pytest.raises(ConnectionError):
+            metrics.append(record)
+        metrics._write._script = script
+        metrics.append(record)
+        assert len(list(metrics.read())) == 1
+        metrics.append(record)
+        assert len(list(metrics.read())) == 2
 
 
 async def test_records_appended_at_once_are_all_kept(redis_url: str):
