@@ -10,13 +10,8 @@ from offbeat.services.reward.sample import RewardSample
 
 
 def build_user_function(config: UserFunctionConfig) -> RewardFunction:
-    """Build the function, `async` or plain; raises ValueError if there is none."""
-    try:
-        function = load_object(config.path)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"reward {config.name!r}: {config.path} can't be imported: {error}") from error
-    if not callable(function):
-        raise ValueError(f"reward {config.name!r}: {config.path} is a {type(function).__name__}, not a function")
+    """Build the function, `async` or plain; raises ValueError if there is none that takes `args`."""
+    function = _load(config)
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         return _AsyncFunction(function, config)
 
@@ -29,6 +24,25 @@ def build_user_function(config: UserFunctionConfig) -> RewardFunction:
             raise _failed(config, error) from error
 
     return ThreadedFunction(score, num_threads=config.max_concurrent, timeout_s=config.timeout_s)
+
+
+def _load(config: UserFunctionConfig) -> Callable[..., Any]:
+    name = f"reward {config.name!r}: {config.path}"
+    try:
+        function = load_object(config.path)
+    except Exception as error:  # a user's module may raise anything
+        raise ValueError(f"{name} can't be imported: {type(error).__name__}: {error}") from error
+    if not callable(function):
+        raise ValueError(f"{name} is a {type(function).__name__}, not a function")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a builtin without one
+        return function
+    try:
+        signature.bind(None, **config.args)
+    except TypeError as error:
+        raise ValueError(f"{name} can't be called with a sample and `args`: {error}") from error
+    return function
 
 
 class _AsyncFunction:

@@ -1,4 +1,5 @@
 import time
+from pathlib import Path
 
 import pytest
 
@@ -33,16 +34,37 @@ def test_a_function_that_hangs_is_left_behind():
         ("answer", "none", "expected a number, got None"),
         ("answer", "text", "expected a number, got '1.0'"),
         ("answer", "list", "expected a number"),
-        ("length", "x", "unexpected keyword"),
     ],
 )
 def test_a_function_that_gives_no_number_fails(function: str, response: str, message: str):
-    args = {"bad": 1.0} if function == "length" else {}
     with pytest.raises((RewardError, RuntimeError), match=message):
-        score("function", response, path=f"{MODULE}:{function}", args=args)
+        score("function", response, path=f"{MODULE}:{function}")
 
 
 @pytest.mark.parametrize("path", [f"{MODULE}:missing", "no.such.module:f", f"{MODULE}:NUMBER"])
 def test_a_path_that_is_no_function_is_refused(path: str):
     with pytest.raises(ValueError, match=r"^reward 'r': "):
         score("function", "", path=path)
+
+
+@pytest.mark.parametrize(
+    ("source", "cause"), [("score = (", "SyntaxError"), ("score = missing", "NameError: name 'missing' is not defined")]
+)
+def test_a_module_that_fails_is_refused(source: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "broken_rewards.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=rf"^reward 'r': broken_rewards:score can't be imported: {cause}"):
+        score("function", "", path="broken_rewards:score")
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "says"),
+    [
+        ("length", {"typo": 2.0}, "unexpected keyword argument 'typo'"),
+        ("waiting_length", {"scale": 2.0}, "unexpected keyword argument 'scale'"),
+        ("length", {"sample": 2.0}, "multiple values for argument 'sample'"),
+    ],
+)
+def test_args_that_the_function_does_not_take_are_refused(function: str, args: dict[str, float], says: str):
+    with pytest.raises(ValueError, match=rf"^reward 'r': .*`args`: .*{says}"):
+        score("function", "", path=f"{MODULE}:{function}", args=args)
