@@ -320,7 +320,7 @@ class Reconciler:
                 logger.warning("run %s: starting %s failed: %s; retrying", *key, error)
                 return ""
             logger.exception("run %s: starting %s failed", record.run_id, component.name)
-            incident = f"{FAILED_START_PREFIX}{self._store.clock()}"
+            incident = f"{FAILED_START_PREFIX}{self._store.clock()} after {observation.incident}"
             failure = Observation(Health.DEAD, f"can't be started: {error}", self._own_log, incident)
             restarts = await self._count(record.run_id, component.name, failure)
             if restarts.count > self._policy.max_restarts:
@@ -333,7 +333,7 @@ class Reconciler:
     async def _count(self, run_id: str, component: str, observation: Observation) -> Restarts:
         """Count a death, once per incident."""
         before = await self._last_restarts(run_id, component)
-        if before.incident == observation.incident:
+        if observation.incident == (before.incident.partition(" after ")[2] or before.incident):
             return before
         step = (await self._store.components.progress(run_id)).step
         count = before.count + 1 if step <= before.step else 1

@@ -164,6 +164,19 @@ async def test_a_component_that_cannot_be_started_is_given_more_and_more_time(
     assert (await store.load("lake")).state is RunState.DRAINING
 
 
+async def test_a_dead_component_that_cannot_be_started_is_counted_once_for_each_start(
+    reconciler: Reconciler, mesh: FakeMesh, store: RunStore, clock: FakeClock, caplog: pytest.LogCaptureFixture
+):
+    await reconcile_until(reconciler, RunState.RUNNING)
+    mesh["generation"].die()
+    mesh["generation"].start_error = RuntimeError("no GPU left")
+    for starts in (1, 2, 3):
+        clock.now += 100.0
+        await reconciler.reconcile("lake")
+        assert caplog.text.count("starting generation failed") == starts
+        assert (await store.components.restarts("lake"))["generation"].count == 1 + starts
+
+
 async def test_what_a_restart_cannot_mend_fails_the_run_at_once(
     reconciler: Reconciler, mesh: FakeMesh, store: RunStore
 ):
