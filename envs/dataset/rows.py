@@ -54,8 +54,8 @@ def load_rows(path: Path, question_key: str, answer_key: str, split: str) -> Row
     return Rows(path, table, indices)
 
 
-def read_table(path: Path) -> Any:
-    """Load a `datasets.Dataset`; raises ValueError if unreadable."""
+def read_table(path: Path, key: str = "dataset_name") -> Any:
+    """Load a `datasets.Dataset`; raises ValueError, with the setting's key, if unreadable."""
     datasets = require("datasets", "data")
     if path.is_dir():
         try:
@@ -68,10 +68,10 @@ def read_table(path: Path) -> Any:
             )
         return dataset
     if not path.is_file():
-        raise ValueError(f"dataset_name: no such file: {path}")
+        raise ValueError(f"{key}: no such file: {path}")
     reader = READERS.get(path.suffix)
     if reader is None:
-        raise ValueError(f"dataset_name: {path.name} is none of {', '.join(READERS)}, nor a folder saved by datasets")
+        raise ValueError(f"{key}: {path.name} is none of {', '.join(READERS)}, nor a folder saved by datasets")
     datasets.disable_progress_bars()
     try:
         return datasets.load_dataset(reader, data_files=str(path), split="train")

@@ -154,6 +154,10 @@ class SearchTool(StatelessTool):
     def functions(self) -> tuple[Function, ...]:
         return _text_function("search", "Search a corpus by words and see the best passages.", "query")
 
+    def open(self) -> OpenTool:
+        _load_index(self.corpus, self.text_key)
+        return self
+
     def use(self, text: str) -> ToolResult:
         query = words(text)
         index, passages = _load_index(self.corpus, self.text_key)
@@ -221,7 +225,7 @@ def _report_failure(result: Any) -> ToolResult:
 @lru_cache(maxsize=4)
 def _load_index(corpus: Path, text_key: str) -> tuple[Any, list[str]]:
     """Return index and passages; raises ValueError if unreadable."""
-    table = read_table(corpus)
+    table = read_table(corpus, "corpus")
     if text_key not in table.column_names:
         raise ValueError(f"text_key: {corpus} has no column {text_key!r}; it has {', '.join(table.column_names)}")
     passages = [str(text) for text in table[text_key]]

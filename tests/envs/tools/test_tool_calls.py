@@ -55,6 +55,23 @@ def test_a_corpus_is_searched(tmp_path: Path):
     assert env.system_prompt.startswith("Walk P to G")
 
 
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("missing.jsonl", {}, "^corpus: no such file"),
+        ("corpus.pdf", {}, "^corpus: corpus.pdf is none of"),
+        ("corpus.csv", {"text_key": "body"}, "^text_key: .* has no column 'body'; it has text"),
+    ],
+)
+def test_an_unreadable_corpus_is_refused_before_the_first_call(
+    name: str, settings: dict[str, str], message: str, tmp_path: Path
+):
+    for file in ("corpus.pdf", "corpus.csv"):
+        (tmp_path / file).write_text("text\nParis\n")
+    with pytest.raises(ValueError, match=message):
+        lake(tools=[{"tool_id": "search", "corpus": str(tmp_path / name), **settings}])
+
+
 def test_the_split_is_passed_to_the_wrapped_env():
     settings = {"env_type": "frozen_lake", "tools": [{"tool_id": "python_code"}]}
     held_out = registry.make("tools", registry.held_out_config("tools", settings))
