@@ -28,6 +28,7 @@ from offbeat.deploy.config.sharing import choose_turns
 from offbeat.deploy.config.transport import choose_transport
 from offbeat.deploy.config.yaml_limits import check_tree_limits, check_yaml_limits, load_yaml
 from offbeat.deploy.run_marker import CONFIG, identify
+from offbeat.envs.registry import BUILT_IN
 from offbeat.services.chat.template_override import is_file
 from offbeat.trainer.config.aliases import KEYS, NEUTRAL, canonicalize, find_keys
 from offbeat.trainer.config.issue import ConfigIssue
@@ -39,13 +40,21 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 MAX_DOCUMENT_CHARS = 1_000_000
 JSON_NUL = "\\u0000"
 TINY = "tiny"
+PROGRAM_KEYS = ("custom_envs.*.agent_runner.python", "actor_infer.strategy_args.python")
+"""Keys of paths, or of names on the PATH."""
 PATH_KEYS = (
     *("output_dir", "logging_dir", "render_save_dir", "checkpoint_config.output_dir", "resume_from_checkpoint"),
     "chat_template",
     *DATA_KEYS,
     *MODEL_KEYS,
+    *PROGRAM_KEYS,
 )
 """Keys of local paths; `*` stands for any name or place."""
+ENV_PATH_KEYS = (
+    *("dataset_name", "val_dataset_name", "data_dir", "tasks_dir", "val_tasks_dir", "trials_dir"),
+    "tools.*.corpus",
+)
+"""Keys of local paths in `env_config` of built-in envs."""
 _composing = threading.Lock()
 """Hydra's state is global."""
 
@@ -265,13 +274,33 @@ def resolve_paths(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
     resolved = {"output_dir": str(RunConfig.model_fields["output_dir"].default), **copy.deepcopy(tree)}
     for pattern in PATH_KEYS:
         for path, table in find_keys(resolved, pattern):
-            value = table[path[-1]]
-            if pattern == "chat_template" and not (isinstance(value, str) and is_file(value)):
-                continue
-            is_local = isinstance(value, str) and value != TINY and "://" not in value
-            if is_local and not (pattern in MODEL_KEYS and is_hub_id(value, folder)):
+            if _is_local_path(pattern, value := table[path[-1]], folder):
                 table[path[-1]] = str(folder / value)
+    for _, env in find_keys(resolved, "custom_envs.*.env_config"):
+        _resolve_env_paths(env, folder)
     return resolved
+
+
+def _is_local_path(pattern: str, value: object, folder: Path) -> bool:
+    if not isinstance(value, str) or value == TINY or "://" in value:
+        return False
+    if pattern == "chat_template":
+        return is_file(value)
+    if pattern in PROGRAM_KEYS:
+        return "/" in value
+    return not (pattern in MODEL_KEYS and is_hub_id(value, folder))
+
+
+def _resolve_env_paths(env: dict[str, Any], folder: Path) -> None:
+    """Resolve the paths of a built-in env, also of one within `tools`; in other envs a name may be anything."""
+    settings = env.get("env_config")
+    if str(env.get("env_type")) not in BUILT_IN or not isinstance(settings, dict):
+        return
+    for pattern in ENV_PATH_KEYS:
+        for path, table in find_keys(settings, pattern):
+            if isinstance(value := table[path[-1]], str):
+                table[path[-1]] = str(folder / value)
+    _resolve_env_paths(settings, folder)
 
 
 def dump_yaml(config: RunConfig) -> str:

@@ -1,6 +1,7 @@
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -239,6 +240,50 @@ def test_relative_paths_of_a_tree_are_made_absolute():
         "output_dir": "/here/runs/offbeat",
     }
     assert resolve_paths({"output_dir": 5, "teacher": [1]}, Path("/here")) == {"output_dir": 5, "teacher": [1]}
+
+
+@pytest.mark.parametrize(
+    ("env", "resolved"),
+    [
+        (
+            {
+                "env_type": "math",
+                "env_config": {"dataset_name": "train.jsonl", "val_dataset_name": None, "split": "any"},
+            },
+            {"dataset_name": "/here/train.jsonl", "val_dataset_name": None, "split": "any"},
+        ),
+        (
+            {"env_type": "harbor", "env_config": {"tasks_dir": "tasks", "val_tasks_dir": "/val", "tasks": ["log-*"]}},
+            {"tasks_dir": "/here/tasks", "val_tasks_dir": "/val", "tasks": ["log-*"]},
+        ),
+        (
+            {
+                "env_type": "tools",
+                "env_config": {
+                    "env_type": "qa",
+                    "env_config": {"dataset_name": "data/qa.csv"},
+                    "tools": [{"tool_id": "python_code"}, {"tool_id": "search", "corpus": "c.txt"}],
+                },
+            },
+            {
+                "env_type": "qa",
+                "env_config": {"dataset_name": "/here/data/qa.csv"},
+                "tools": [{"tool_id": "python_code"}, {"tool_id": "search", "corpus": "/here/c.txt"}],
+            },
+        ),
+        ({"env_type": "own:Env", "env_config": {"dataset_name": "gsm8k"}}, {"dataset_name": "gsm8k"}),
+        ({"env_type": ["math"], "env_config": 3}, 3),
+    ],
+)
+def test_relative_paths_of_built_in_envs_are_made_absolute(env: dict[str, Any], resolved: object):
+    tree = resolve_paths({"custom_envs": {"T": env}}, Path("/here"))
+    assert tree["custom_envs"]["T"]["env_config"] == resolved
+
+
+@pytest.mark.parametrize(("python", "resolved"), [("venv/bin/python", "/here/venv/bin/python"), ("python3", "python3")])
+def test_only_paths_of_programs_are_made_absolute(python: str, resolved: str):
+    tree = resolve_paths({"custom_envs": {"T": {"agent_runner": {"python": python}}}}, Path("/here"))
+    assert tree["custom_envs"]["T"]["agent_runner"]["python"] == resolved
 
 
 ROLL_ENVS = """
