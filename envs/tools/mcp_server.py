@@ -33,11 +33,13 @@ class McpServer:
     """Blocking connection with its event loop in a thread."""
 
     def __init__(self, address: McpAddress) -> None:
-        """Raises ValueError if unreachable."""
+        """Raises ValueError if unreachable, or without the extra `mcp`."""
+        self._mcp = require("mcp", "mcp")
         self._address = address
         self._connecting = asyncio.Lock()
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True)
+        self._thread.start()
         self._client: Any = None
         self._close_requested: asyncio.Event | None = None
         self._connection_task: asyncio.Task[None] | None = None
@@ -55,8 +57,10 @@ class McpServer:
             return str(error), False
 
     def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._disconnect(), self._loop).result(2 * CLOSE_TIMEOUT_S)
+        asyncio.run_coroutine_threadsafe(self._disconnect(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
     def _run(self, request: Callable[[Any], Awaitable[T]]) -> T:
         """Run a request; raises ValueError. Reconnects later, unless a probe after a timeout is answered."""
@@ -65,8 +69,7 @@ class McpServer:
     async def _run_with_timeout(self, request: Callable[[Any], Awaitable[T]]) -> T:
         server, timeout_s = self._address.url or " ".join(self._address.command), self._address.timeout_s
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                client = await self._connect()
+            client = await self._connect_in_time()
             async with asyncio.timeout(timeout_s):
                 return await request(client)
         except TimeoutError:
@@ -75,6 +78,14 @@ class McpServer:
         except Exception as error:
             await self._disconnect()
             raise ValueError(f"the MCP server {server} failed: {error or type(error).__name__}") from error
+
+    async def _connect_in_time(self) -> Any:
+        """Raises ConnectionError after `CONNECT_TIMEOUT_S`."""
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                return await self._connect()
+        except TimeoutError:
+            raise ConnectionError(f"no connection in {CONNECT_TIMEOUT_S:g} s") from None
 
     async def _connect(self) -> Any:
         async with self._connecting:
@@ -96,12 +107,10 @@ class McpServer:
 
     async def _keep_connection(self, ready: "asyncio.Future[Any]", close_requested: asyncio.Event) -> None:
         """Hold the connection open in the task that closes it."""
-        mcp = require("mcp", "mcp")
-        address = self._address
-        command = address.command
-        server = address.url or mcp.StdioServerParameters(command=command[0], args=list(command[1:]))
+        command = self._address.command
         try:
-            async with mcp.Client(server) as client:
+            server = self._address.url or self._mcp.StdioServerParameters(command=command[0], args=list(command[1:]))
+            async with self._mcp.Client(server) as client:
                 ready.set_result(client)
                 await close_requested.wait()
         except Exception as error:
@@ -114,8 +123,9 @@ class McpServer:
             return
         self._close_requested.set()
         _, pending = await asyncio.wait({connection}, timeout=CLOSE_TIMEOUT_S)
-        for task in pending:
-            task.cancel()
+        if pending:
+            connection.cancel()
+            await asyncio.wait({connection}, timeout=CLOSE_TIMEOUT_S)
 
 
 async def _list_functions(client: Any) -> tuple[Function, ...]:

@@ -4,6 +4,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from offbeat.envs import registry
+from offbeat.envs.tools import mcp_server
 from offbeat.envs.tools.functions import Call, read_results, write_calls
 from tests.waiting import wait_until_sync
 
@@ -145,3 +147,27 @@ def test_an_unreachable_server_is_reported():
     assert "set either command or url" in "; ".join(
         registry.check_env_config("tools", {"env_type": "frozen_lake", "tools": [{"tool_id": "mcp"}]})
     )
+
+
+def test_a_missing_sdk_is_named_at_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    with pytest.raises(ValueError, match=r"mcp is not installed: .*offbeat\[mcp\]"):
+        env_with({**STDIO, "timeout_s": 32.0})
+
+
+def test_a_server_that_never_answers_is_given_up_without_a_trace(monkeypatch: pytest.MonkeyPatch):
+    """Neither its process nor the connection's thread and descriptors are left."""
+    monkeypatch.setattr(mcp_server, "CONNECT_TIMEOUT_S", 0.5)
+    threads, descriptors = threading.active_count(), os.listdir("/proc/self/fd")
+    with pytest.raises(ValueError, match=r"the MCP server sleep 4711 failed: no connection in 0\.5 s"):
+        env_with({"tool_id": "mcp", "command": ["sleep", "4711"]})
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) <= len(descriptors)
+    assert "sleep\x004711" not in "".join(read_command(pid) for pid in os.listdir("/proc") if pid.isdigit())
+
+
+def read_command(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
