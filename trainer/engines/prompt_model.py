@@ -27,6 +27,9 @@ class PromptEngine(Protocol):
     def score(self, sequences: Sequence[Sequence[int]]) -> Sequence[PromptDistributions]: ...
 
 
+MIN_TAIL = 2.0**-22
+"""Least probability of all tokens but the first K: the rounding of float32 logprobs hides a smaller one."""
+
 OpenPromptEngine = Callable[[Path, int, int, TrainDtype, str, int], PromptEngine]
 """(folder, K, maximum tokens, dtype, device, threads) -> engine."""
 
@@ -52,7 +55,7 @@ def _rows(positions: Tensor, scored: Sequence[tuple[int, PromptDistributions]]) 
     logprobs = torch.cat([_tensor(top.logprobs) for _, top in scored])
     rows = torch.searchsorted(at, positions.cpu())
     ids, logprobs = ids[rows].double(), logprobs[rows]
-    others = torch.log1p(-logprobs.exp().sum(1, keepdim=True).clamp(max=1.0))
+    others = torch.log1p(-logprobs.exp().sum(1, keepdim=True).clamp(max=1 - MIN_TAIL))
     return torch.cat([ids, logprobs, others], 1).T.contiguous()
 
 
