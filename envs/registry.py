@@ -34,6 +34,7 @@ import gymnasium
 from pydantic import BaseModel, JsonValue, ValidationError
 
 from offbeat.envs.class_path import load_object
+from offbeat.envs.model_path import resolve_location
 
 ENTRY_POINT_GROUP = "offbeat.envs"
 
@@ -195,9 +196,10 @@ def _model_problems(env_type: str, model: type[BaseModel], env_config: Mapping[s
     except ValidationError as error:
         problems: list[str] = []
         for details in error.errors(include_url=False):
-            key = ".".join(str(part) for part in details["loc"])
+            key = ".".join(str(part) for part in resolve_location(model, details["loc"]).keys)
             if details["type"] == "extra_forbidden":
-                problems.append(_unknown_setting(env_type, key, list(model.model_fields)))
+                table = resolve_location(model, details["loc"][:-1]).table or model
+                problems.append(_unknown_setting(env_type, key, list(table.model_fields)))
             else:
                 message = details["msg"].removeprefix("Value error, ")
                 problems.append(f"env_config{'.' if key else ''}{key}: {message}, got {details['input']!r}")
@@ -217,7 +219,9 @@ def _signature_problems(env_type: str, factory: EnvFactory, env_config: Mapping[
 
 def _unknown_setting(env_type: str, key: str, names: list[str]) -> str:
     settings = f"it has {', '.join(names)}" if names else "it has no settings"
-    return f"env_config.{key}: {env_type} has no such setting{_did_you_mean(key, names, 'env_config.')}; {settings}"
+    parent, dot, leaf = key.rpartition(".")
+    hint = _did_you_mean(leaf, names, f"env_config.{parent}{dot}")
+    return f"env_config.{key}: {env_type} has no such setting{hint}; {settings}"
 
 
 def _did_you_mean(name: str, known: list[str], prefix: str = "") -> str:

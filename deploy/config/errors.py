@@ -1,14 +1,14 @@
 """Configuration errors as `ConfigIssue`s, with similar keys as hints."""
 
 import itertools
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from offbeat.envs.model_path import Location, resolve_location, without_none
 from offbeat.trainer.config.aliases import find_aliases, find_reason
 from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.trainer.config.user_function import FUNCTION_PATTERN
@@ -36,9 +36,9 @@ class RightsError(ConfigError):
 
 def collect_issues(error: ValidationError, model: type[BaseModel]) -> list[ConfigIssue]:
     """Return an issue per rejected key, merging union branches."""
-    by_path: dict[str, list[tuple[tuple[str | int, ...], ErrorDetails]]] = {}
+    by_path: dict[str, list[tuple[Location, ErrorDetails]]] = {}
     for details in error.errors(include_url=False):
-        keys = tuple(_key_parts(model, details["loc"]))
+        keys = resolve_location(model, details["loc"]).keys
         by_path.setdefault(_join(keys), []).append((keys, details))
     issues = [_issue(path, errors, model) for path, errors in itertools.islice(by_path.items(), MAX_ISSUES)]
     if (more := len(by_path) - MAX_ISSUES) > 0:
@@ -46,14 +46,12 @@ def collect_issues(error: ValidationError, model: type[BaseModel]) -> list[Confi
     return issues
 
 
-def _issue(
-    path: str, errors: Sequence[tuple[tuple[str | int, ...], ErrorDetails]], model: type[BaseModel]
-) -> ConfigIssue:
+def _issue(path: str, errors: Sequence[tuple[Location, ErrorDetails]], model: type[BaseModel]) -> ConfigIssue:
     keys, details = errors[0]
     if details["type"] == "extra_forbidden":
         if reason := find_reason(path):
             return ConfigIssue(path, f"this role has no use for it ({reason}): leave it out")
-        if (kind := _kind_at(model, details["loc"][:-1])) is not None:
+        if len(keys) < len(details["loc"]) and (kind := resolve_location(model, details["loc"][:-1]).table) is not None:
             return _issue_of_kind(path, kind)
         if issue := _issue_of_roll(path, details["input"]):
             return issue
@@ -122,60 +120,6 @@ def _shorten(key: str) -> str:
     return key if len(key) <= MAX_KEY_CHARS else f"{key[: MAX_KEY_CHARS - 3]}..."
 
 
-def _key_parts(model: type[BaseModel], loc: tuple[str | int, ...]) -> Iterator[str | int]:
-    """Yield a location's keys, without union branches and `[key]` markers."""
-    current: Any = model
-    for part in loc:
-        current = _without_none(current)
-        if isinstance(current, type) and issubclass(current, BaseModel):
-            yield part
-            field = current.model_fields.get(str(part))
-            current = field.annotation if field else None
-        elif get_origin(current) in (dict, Mapping):
-            if part != "[key]":
-                yield part
-                current = get_args(current)[1]
-        elif get_origin(current) in (tuple, list):
-            yield part
-            current = get_args(current)[0]
-        elif (kind := _model_of_kind(current, part)) is not None:
-            current = kind
-        elif current is None:
-            yield part
-
-
-def _model_of_kind(annotation: Any, kind: str | int) -> type[BaseModel] | None:
-    for branch in _branches(annotation):
-        if any(kind in get_args(field.annotation) for field in branch.model_fields.values()):
-            return branch
-    return None
-
-
-def _branches(annotation: Any) -> list[type[BaseModel]]:
-    """Return the models of a discriminated union, if it is one."""
-    if get_origin(annotation) is Annotated:
-        annotation = get_args(annotation)[0]
-    branches = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else ()
-    return [branch for branch in branches if isinstance(branch, type) and issubclass(branch, BaseModel)]
-
-
-def _kind_at(model: type[BaseModel], loc: tuple[str | int, ...]) -> type[BaseModel] | None:
-    """Return the model of the entry at `loc` if the entry's kind determines it."""
-    current: Any = model
-    is_of_kind = False
-    for part in loc:
-        current = _without_none(current)
-        is_of_kind = False
-        if isinstance(current, type) and issubclass(current, BaseModel):
-            current = current.model_fields[str(part)].annotation if str(part) in current.model_fields else None
-        elif get_origin(current) in (tuple, list):
-            current = get_args(current)[0]
-        else:
-            current = _model_of_kind(current, part)
-            is_of_kind = current is not None
-    return current if is_of_kind else None
-
-
 def _issue_of_kind(path: str, kind: type[BaseModel]) -> ConfigIssue:
     """Name the similar key, else the keys that the kind alone has and those of every kind."""
     parent, _, leaf = path.rpartition(".")
@@ -192,21 +136,14 @@ def _issue_of_kind(path: str, kind: type[BaseModel]) -> ConfigIssue:
     return ConfigIssue(path, f"unknown key of this kind; its keys are {names}")
 
 
-def _without_none(annotation: Any) -> Any:
-    if get_origin(annotation) in (Union, types.UnionType):
-        branches = [branch for branch in get_args(annotation) if branch is not type(None)]
-        return branches[0] if len(branches) == 1 else annotation
-    return annotation
-
-
 def all_keys(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Yield keys' paths, with `*` for user-chosen names."""
     for name, field in model.model_fields.items():
         path = (*prefix, name)
         yield path
-        annotation = _without_none(field.annotation)
+        annotation = without_none(field.annotation)
         if get_origin(annotation) in (dict, Mapping):
-            path, annotation = (*path, "*"), _without_none(get_args(annotation)[1])
+            path, annotation = (*path, "*"), without_none(get_args(annotation)[1])
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             yield from all_keys(annotation, path)
 

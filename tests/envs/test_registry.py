@@ -72,6 +72,17 @@ def test_an_entry_point_names_an_env(monkeypatch: pytest.MonkeyPatch):
             {"action_pattern": "("},
             "env_config.action_pattern: action_pattern '(' is no regular expression",
         ),
+        (
+            "harbor",
+            {"sandbox": {"timeout": 5}},
+            "env_config.sandbox.timeout: harbor has no such setting, did you mean env_config.sandbox.timeout_s?; it has ",
+        ),
+        (
+            "pettingzoo",
+            {"id": "classic/tictactoe-v3", "opponents": {"player_2": {"pth": "random"}}},
+            "env_config.opponents.player_2.pth: pettingzoo has no such setting, did you mean "
+            "env_config.opponents.player_2.path?; it has path, args",
+        ),
         ("frozen_like", {}, "env_type: no env named 'frozen_like', did you mean frozen_lake?"),
         (
             HERE + "Echo",

@@ -101,6 +101,13 @@ def test_union_branches_are_one_issue():
     assert found["reward_clip"].startswith("expected a number")
 
 
+def test_an_unknown_key_in_a_table_of_a_kind_names_that_tables_keys():
+    reward = {"name": "tests", "kind": "code_sandbox", "sandbox": {"timeout": 5}}
+    found = problems({"custom_envs": ENVS, "rewards": [reward]})
+    key = "rewards.0.sandbox.timeout"
+    assert found[key] == "unknown key of this kind; did you mean `rewards.0.sandbox.timeout_s`?"
+
+
 def test_a_missing_key_is_named():
     assert problems({"custom_envs": {"Lake": {}}}) == {"custom_envs.Lake.env_type": "required, and missing"}
 
