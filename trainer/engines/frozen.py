@@ -41,6 +41,8 @@ class FrozenModel(OnRanks):
     def __init__(self, model: PackedPolicy, ranks: Ranks) -> None:
         super().__init__(ranks)
         self._model = model.eval().requires_grad_(False).to(ranks.device)
+        self._masters: dict[str, Tensor] = {}
+        """Float32 copies of 16-bit parameters that moved by a share, in the memory of the CPU."""
 
     @torch.no_grad()
     def infer(self, batch: Sequence[PackedInput]) -> list[Tensor]:
@@ -57,13 +59,21 @@ class FrozenModel(OnRanks):
 
     @torch.no_grad()
     def follow(self, tensors: Iterable[tuple[str, Tensor]], share: float) -> None:
-        """Interpolate towards `tensors` by `share`."""
+        """Interpolate towards `tensors` by `share`, 16-bit parameters in float32: they round small changes away."""
         own = dict(self._model.model.named_parameters())
         for name, tensor in tensors:
-            own[name].lerp_(tensor.to(own[name]), share)
+            parameter = own[name]
+            if parameter.itemsize < 4 and (share < 1 or tensor.itemsize == 4) and name not in self._masters:
+                self._masters[name] = parameter.float().cpu()
+            moved = self._masters.get(name, parameter)
+            moved.lerp_(tensor.to(moved), share)
+            if moved is not parameter:
+                parameter.copy_(moved)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, parameter.detach()) for name, parameter in self._model.model.named_parameters())
+        """Yield parameters, as exactly as they are known."""
+        for name, parameter in self._model.model.named_parameters():
+            yield name, self._masters.get(name, parameter.detach())
 
 
 class AdapterFreeReference:
