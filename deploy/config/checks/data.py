@@ -9,6 +9,7 @@ from typing import Any
 
 from offbeat.deploy.config.checks.model import has_vision
 from offbeat.deploy.config.checks.prompts import OnStep
+from offbeat.deploy.config.checks.sampling import sampling_key
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.vocabulary import MissingWordsError, collect_words
 from offbeat.envs.dataset.files import DatasetRows, RowError, open_rows
@@ -150,17 +151,15 @@ def _check_reward_model(config: RunConfig) -> Iterator[ConfigIssue]:
 def _check_engine_settings(config: RunConfig, unset: RunConfig) -> Iterator[ConfigIssue]:
     """Yield live settings of absent engines."""
     for key, value, default in (
-        ("num_replicas", config.actor_infer.num_replicas, unset.actor_infer.num_replicas),
+        ("actor_infer.num_replicas", config.actor_infer.num_replicas, unset.actor_infer.num_replicas),
         (
-            "generating_args.temperature",
+            sampling_key(config, "temperature"),
             config.actor_infer.generating_args.temperature,
             unset.actor_infer.generating_args.temperature,
         ),
     ):
         if value != default:
-            yield ConfigIssue(
-                f"actor_infer.{key}", f"pipeline: {config.pipeline} samples nothing without custom_envs: leave it out"
-            )
+            yield ConfigIssue(key, f"pipeline: {config.pipeline} samples nothing without custom_envs: leave it out")
 
 
 def _check_distillation(config: RunConfig) -> Iterator[ConfigIssue]:

@@ -22,13 +22,13 @@ def check_sampling(config: RunConfig) -> Iterator[ConfigIssue]:
     args = config.actor_infer.generating_args
     if args.temperature == 0:
         yield ConfigIssue(
-            "actor_infer.generating_args.temperature",
+            sampling_key(config, "temperature"),
             "0 (greedy) has no probabilities to train on: take a positive one; evaluations are greedy in any case",
         )
     cuts = {"top_p": args.top_p < 1, "top_k": args.top_k > 0}
     for key in (name for name, is_set in cuts.items() if is_set and not _ignores_cuts(config)):
         yield ConfigIssue(
-            f"actor_infer.generating_args.{key}",
+            sampling_key(config, key),
             f"{getattr(args, key)} records logprobs of the cut distribution, the trainer's are of the whole one, so ratios "
             "start at the kept probability mass: leave it out, or set old_logprobs=recompute, whose ratio is between the "
             "trainer's own logprobs (add train_infer_correction.is_weight to weight by the kept mass)",
@@ -39,6 +39,12 @@ def check_sampling(config: RunConfig) -> Iterator[ConfigIssue]:
                 f"{ENGINE}.{key}",
                 "changes which distribution is sampled or recorded, and the trainer does not know it: leave it out",
             )
+
+
+def sampling_key(config: RunConfig, name: str) -> str:
+    """Return the key that sets a parameter of training's sampling."""
+    is_managers = getattr(config.train_env_manager.generating_args, name) is not None
+    return f"{'train_env_manager' if is_managers else 'actor_infer'}.generating_args.{name}"
 
 
 def _ignores_cuts(config: RunConfig) -> bool:

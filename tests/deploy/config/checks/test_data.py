@@ -335,6 +335,13 @@ def test_a_model_without_a_usable_template_is_the_models_problem(template: str |
     assert problem in refused(tmp_path, "sft", f"pretrain={tmp_path / 'model'}")["pretrain"]
 
 
-@pytest.mark.parametrize("override", ["actor_infer.num_replicas=2", "actor_infer.generating_args.temperature=0.5"])
+@pytest.mark.parametrize(
+    "override",
+    [
+        "actor_infer.num_replicas=2",
+        "actor_infer.generating_args.temperature=0.5",
+        "train_env_manager.generating_args.temperature=0.5",
+    ],
+)
 def test_engines_that_do_not_exist_have_no_settings(override: str, tmp_path: Path):
     assert "samples nothing" in refused(tmp_path, "sft", override)[override.partition("=")[0]]
