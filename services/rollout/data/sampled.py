@@ -11,6 +11,7 @@ from msgspec import structs
 from offbeat.services.messages.types import (
     Completion,
     FinishReason,
+    PromptImage,
     Segment,
     StopReason,
     Trajectory,
@@ -23,8 +24,8 @@ SAMPLED = "sampled"
 SAMPLING_SEED_STREAM = 0x6D1C
 """Distinct from other uses of the seed."""
 
-Sample = Callable[[Sequence[int], int], Awaitable[Completion]]
-"""(prompt, maximum number of new tokens) -> completion."""
+Sample = Callable[[Sequence[int], int, tuple[PromptImage, ...]], Awaitable[Completion]]
+"""(prompt, maximum number of new tokens, images of the prompt) -> completion."""
 
 
 def is_sampled(number: int, seed: int, share: float) -> bool:
@@ -43,8 +44,9 @@ async def sample_response(
     if not trajectory.turns or not trajectory.num_sampled:
         return trajectory
     last = trajectory.turns[-1]
-    prompt = trajectory.segments[last.segment].tokens[: last.start]
-    completion = await sample(prompt.tolist(), min(max_new_tokens, max_tokens - len(prompt)))
+    row = trajectory.segments[last.segment]
+    prompt, images = row.tokens[: last.start], tuple(image for image in row.images if image.start < last.start)
+    completion = await sample(prompt.tolist(), min(max_new_tokens, max_tokens - len(prompt)), images)
     start, end = len(prompt), len(prompt) + len(completion.token_ids)
     tokens = np.concatenate([prompt, np.array(completion.token_ids, dtype=np.int32)])
     mask, logprobs = np.zeros(end, dtype=np.bool_), np.zeros(end, dtype=np.float32)
@@ -53,7 +55,7 @@ async def sample_response(
     is_cut = completion.finish_reason is FinishReason.LENGTH
     return structs.replace(
         trajectory,
-        segments=(Segment(tokens, mask, logprobs, spans),),
+        segments=(Segment(tokens, mask, logprobs, spans, images),),
         turns=(Turn(0, start, end, 0.0, is_truncated=is_cut),),
         stop_reason=StopReason.TERMINATED,
         metrics={**trajectory.metrics, SAMPLED: 1.0},
