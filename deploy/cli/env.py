@@ -131,8 +131,10 @@ def new(name: Annotated[str, typer.Argument(metavar="NAME", help="snake_case, su
 
 
 def parse_settings(settings: list[str] | None) -> dict[str, Any]:
-    """Parse `KEY=VALUE` pairs, values as YAML; exit on error."""
+    """Parse `KEY=VALUE` pairs, values as YAML of a configuration; exit on error."""
     import yaml
+
+    from offbeat.deploy.config.yaml_limits import load_yaml
 
     parsed: dict[str, Any] = {}
     for text in settings or []:
@@ -141,7 +143,7 @@ def parse_settings(settings: list[str] | None) -> dict[str, Any]:
             typer.echo(f"{text!r}: expected KEY=VALUE, a setting of the env", err=True)
             raise typer.Exit(EXIT_USAGE)
         try:
-            parsed[key.removeprefix("env_config.")] = yaml.safe_load(value)
+            parsed[key.removeprefix("env_config.")] = load_yaml(value)
         except yaml.YAMLError as error:
             typer.echo(f"{key}: {value!r} is no YAML: {' '.join(str(error).split())}", err=True)
             raise typer.Exit(EXIT_USAGE) from None

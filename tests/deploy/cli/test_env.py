@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from offbeat.deploy.cli.app import app
+from offbeat.deploy.cli.env import parse_settings
 from offbeat.deploy.config.loader import load_run
 from tests.envs.harbor.task_folder import TaskFolder, needs_shell
 
@@ -47,6 +48,12 @@ def test_solutions_are_run_and_one_that_fails_is_reported(tmp_path: Path):
     assert done.exit_code == 1
     assert "example: the solution earns 1, doing nothing 0" in done.output
     assert "broken: reward.txt: could not convert" in done.output
+
+
+def test_settings_are_read_as_in_a_configuration():
+    settings = ["format_penalty=-1e-3", "size=4", "is_slippery=yes", "orders=[1, 2.5]", "env_config.date=2026-01-01"]
+    expected = {"format_penalty": -0.001, "size": 4, "is_slippery": True, "orders": [1, 2.5], "date": "2026-01-01"}
+    assert parse_settings(settings) == expected
 
 
 @pytest.mark.parametrize(
