@@ -93,13 +93,13 @@ def remove_token_limits(target: PlayTarget) -> PlayTarget:
 def find_target(
     env: str, env_config: dict[str, Any], tag: str | None, max_steps: int | None, template: str | None = None
 ) -> PlayTarget:
-    """Return the target of an env's name, `module:Class`, or a run's tag.
+    """Return the target of an env's name, `module:Class`, or a tag of a run's file or packaged configuration.
 
     template: overrides `agent_template`; `{image}` renders the env.
 
     Raises `ConfigError`.
     """
-    if env.endswith((".yaml", ".yml")):
+    if _is_config(env):
         config = load_config(Path(env))
         tag = tag or next(iter(config.custom_envs))
         if tag not in config.custom_envs:
@@ -121,3 +121,10 @@ def find_target(
     if problems:
         raise ConfigError([ConfigIssue("", message) for message in problems], env)
     return target
+
+
+def _is_config(name: str) -> bool:
+    """Return whether `name` is a file's or a packaged configuration's; envs of the same name come first."""
+    from offbeat.deploy.config.loader import packaged_configs
+
+    return name.endswith((".yaml", ".yml")) or (name in packaged_configs() and name not in registry.list_names())

@@ -72,6 +72,13 @@ def test_a_random_agent_does_the_same_for_the_same_seed_and_is_drawn(tmp_path: P
     assert "data:image/png" in (tmp_path / "x.html").read_text()
 
 
+def test_a_packaged_configuration_is_found_by_name_unless_an_env_has_it():
+    done = offbeat("play", "quickstart", "--agent", "random", "--max-steps", 2)
+    assert done.exit_code == 0, done.output
+    assert "no tag 'Boxes'; there is FrozenLake" in offbeat("play", "quickstart", "--tag", "Boxes").output
+    assert "env_config.dim_room" in offbeat("play", "sokoban", "dim_rooms=3").output
+
+
 def test_a_policy_shows_the_exact_tokens_of_prompt_and_completion(folder: Path):
     done = offbeat("play", folder / "run.yaml", "--agent", folder / "policy", "--seed", 5)
     assert done.exit_code == 0, done.output
