@@ -13,7 +13,10 @@ class MaskedCounts(NamedTuple):
 
     tokens: int = 0
     sequences: int = 0
+    """With tokens in the loss."""
     groups: int = 0
+    episodes: int = 0
+    """All, those without tokens and those left out of the loss included."""
 
 
 NO_MASKED = MaskedCounts()

@@ -96,7 +96,8 @@ def select_most_varied(
     chosen = sorted(sorted(range(len(groups)), key=lambda i: -deviation[i])[:count])
     num_masked = max(0, count - len(groups))
     share = num_masked / max(1, masked.groups)
-    selected = MaskedCounts(round(masked.tokens * share), round(masked.sequences * share), num_masked)
+    tokens, sequences, _, episodes = (round(count * share) for count in masked)
+    selected = MaskedCounts(tokens, sequences, num_masked, episodes)
     return [groups[i] for i in chosen], selected
 
 
@@ -111,10 +112,11 @@ def trained_episodes(batch: Batch, config: AlgorithmConfig) -> Tensor:
 
 
 def masked_counts(masked: Sequence[Group], config: AlgorithmConfig) -> MaskedCounts:
-    """Return the masked groups' part of loss denominators."""
+    """Return the masked groups' part of denominators."""
     batch = pack(masked)
     trained = trained_episodes(batch, config)
-    return MaskedCounts(int(trained[batch.trajectory].sum()), int(trained.sum()), len(masked))
+    sequences = int((trained & (batch.lengths > 0)).sum())
+    return MaskedCounts(int(trained[batch.trajectory].sum()), sequences, len(masked), batch.num_trajectories)
 
 
 def episode_weights(batch: Batch, config: AlgorithmConfig) -> Tensor | None:

@@ -269,7 +269,7 @@ def episode_rewards(
         return _clip(config, baseline(batch))
     if config.adv_estimator in DECOUPLED and batch.reward_parts is not None:
         sums = decoupled_rewards(config, batch.reward_parts, batch.group)
-        return _clip(config, batch_normalized(sums, masked.sequences).to(batch.episode_reward))
+        return _clip(config, batch_normalized(sums, masked.episodes).to(batch.episode_reward))
     center = _moments(config.mean_over, config, batch, running) if config.mean_over else None
     scale = _moments(config.std_over, config, batch, running) if config.std_over else None
     return _clip(config, normalize(batch.episode_reward, center, scale))

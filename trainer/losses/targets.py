@@ -238,8 +238,10 @@ def _pg_weights(config: AlgorithmConfig, batch: Batch, advantages: Tensor, maske
         return weights
     informative = ~constant_groups(batch.episode_reward, batch.group)
     if config.adv_estimator in (*TURN_WISE, *DECOUPLED):
-        informative = sum_by_group(advantages.abs(), batch.group[batch.trajectory])[batch.group] > 0
-    scale = informative_share_inverse(informative, masked.sequences)
+        magnitudes = torch.zeros(batch.num_trajectories).index_add_(0, batch.trajectory, advantages.abs())
+        informative = sum_by_group(magnitudes, batch.group)[batch.group] > 0
+    counted = trained_episodes(batch, config) & (batch.lengths > 0)
+    scale = informative_share_inverse(informative[counted], masked.sequences)
     return torch.full((batch.num_sampled,), scale) if weights is None else weights * scale
 
 

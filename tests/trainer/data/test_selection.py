@@ -49,11 +49,11 @@ def test_most_varied_groups_keep_their_order():
 def test_share_counts_all_groups_and_selects_masked_ones_last():
     groups = [of_rewards(n, 0, 1 + n) for n in range(4)]
     masked = masked_counts([of_rewards(9 + n, 1, 1, 1) for n in range(4)], AlgorithmConfig())
-    assert masked == MaskedCounts(tokens=24, sequences=12, groups=4)
+    assert masked == MaskedCounts(tokens=24, sequences=12, groups=4, episodes=12)
     for ratio, numbers, counted in (
         (0.25, [2, 3], MaskedCounts()),
         (0.5, [0, 1, 2, 3], MaskedCounts()),
-        (0.75, [0, 1, 2, 3], MaskedCounts(12, 6, 2)),
+        (0.75, [0, 1, 2, 3], MaskedCounts(12, 6, 2, 6)),
         (1.0, [0, 1, 2, 3], masked),
     ):
         chosen, silent = select_most_varied(groups, ratio, masked)

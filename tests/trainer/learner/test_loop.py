@@ -64,7 +64,7 @@ def test_a_step_without_signal_leaves_its_mark_but_no_gradient(tmp_path: Path) -
     learner, trainer = harness.learner()
     assert learner.run()
     assert trainer.history == [(step, ()) for step in range(6)]
-    assert trainer.masked == [MaskedCounts(tokens=16, sequences=4, groups=GROUPS_PER_STEP)] * 6
+    assert trainer.masked == [MaskedCounts(tokens=16, sequences=4, groups=GROUPS_PER_STEP, episodes=4)] * 6
     assert list(harness.publisher.versions) == list(range(7))
     assert harness.buffer.trained == list(range(12))
     assert all(record.values["groups_without_signal"].total == GROUPS_PER_STEP for record in harness.sink.of("learner"))
