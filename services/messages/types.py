@@ -197,7 +197,11 @@ class Trajectory(Message, Generic[SegmentT], frozen=True):
 
     @property
     def is_cut(self) -> bool:
-        """Return whether a limit of tokens, turns or time ended it, so that rewards may be missing."""
+        """Return whether a limit of tokens, turns or time ended it, so that rewards may be missing; an error's reward is
+        its last.
+        """
+        if self.stop_reason is StopReason.ERROR:
+            return False
         return self.is_truncated or self.stop_reason is not StopReason.TERMINATED
 
     @property

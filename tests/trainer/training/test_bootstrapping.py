@@ -24,15 +24,18 @@ GAMMA = 0.9
 
 
 def some_cut(groups: list[Group]) -> list[Group]:
-    """Every other episode is cut."""
+    """Limits cut two of four episodes; an error ends one."""
     return [
         replace(g, trajectories=tuple(replace(t, stop_reason=stop_reason(t.index)) for t in g.trajectories))
         for g in groups
     ]
 
 
+LIMITS = (StopReason.MAX_STEPS, StopReason.TRUNCATED)
+
+
 def stop_reason(index: int) -> StopReason:
-    return StopReason.MAX_STEPS if index % 2 else StopReason.TERMINATED
+    return (StopReason.TERMINATED, LIMITS[0], StopReason.ERROR, LIMITS[1])[index % 4]
 
 
 def config(backbone: str, *, shared: bool, budget: int, **settings: Any) -> LearnerConfig:
@@ -66,7 +69,7 @@ def test_the_last_return_of_a_cut_episode_holds_the_value_after_it(
                 torch.cat([tokens, tokens[:1]]), torch.tensor([0, len(tokens) + 1]), torch.tensor([len(tokens)])
             )
             after = valued(x).values if critic is None else valued(x)
-        is_cut = trajectory.stop_reason is not StopReason.TERMINATED
+        is_cut = trajectory.stop_reason in LIMITS
         assert got == pytest.approx(trajectory.turns[-1].reward + is_cut * GAMMA * float(after), abs=1e-4)
 
 
