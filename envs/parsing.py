@@ -46,6 +46,16 @@ class ActionParser(Generic[A]):
         return text.strip()
 
 
+def fenced_pattern(languages: str) -> str:
+    """Return the pattern of a fenced block without a language or with one of `languages`, a regular expression.
+
+    Blocks of other languages match without the group, so that their closing fence opens no block.
+    """
+    own = rf"(?i:{languages})?[ \t\r]*\n"
+    foreign = rf"```(?!{own})\w[^\n`]*\n.*?(?:```(?!\w)|(?=```\w))"
+    return rf"{foreign}|```{own}(.*?)```"
+
+
 def compile_pattern(pattern: str) -> re.Pattern[str]:
     """Compile an action pattern; `.` matches newlines. Raises ValueError unless valid, with one or two groups."""
     try:

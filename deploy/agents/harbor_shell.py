@@ -6,10 +6,11 @@ vLLM's do.
 
 from typing import Any
 
+from offbeat.envs.dataset.env import last_group
 from offbeat.envs.harbor.config import FENCED
 from offbeat.envs.harbor.env import NO_COMMAND, SUBMIT, format_output
 from offbeat.envs.optional_imports import require
-from offbeat.envs.parsing import WHOLE_PATTERN, compile_pattern
+from offbeat.envs.parsing import WHOLE_PATTERN
 from offbeat.envs.sandbox.shell import CommandResult
 
 base: Any = require("harbor.agents.base", "harbor")
@@ -31,8 +32,7 @@ class ShellAgent(base.BaseAgent):
         """whole_answer: an answer is a command, without a fence or the explaining prompt."""
         super().__init__(*args, **kwargs)
         self._max_turns = max_turns
-        pattern, self._prompt = (WHOLE_PATTERN, "") if whole_answer else (FENCED, PROMPT)
-        self._pattern = compile_pattern(pattern)
+        self._pattern, self._prompt = (WHOLE_PATTERN, "") if whole_answer else (FENCED, PROMPT)
 
     @staticmethod
     def name() -> str:
@@ -56,11 +56,10 @@ class ShellAgent(base.BaseAgent):
             answer = (await chat.chat(message)).content or ""
             context.rollout_details = chat.rollout_details
             context.n_input_tokens, context.n_output_tokens = chat.total_input_tokens, chat.total_output_tokens
-            commands = self._pattern.findall(answer)
-            if not commands:
+            command = last_group(self._pattern, answer)
+            if command is None:
                 message = NO_COMMAND
                 continue
-            command = commands[-1].strip()
             if command == SUBMIT:
                 return
             message = await _execute(environment, command)

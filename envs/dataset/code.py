@@ -14,10 +14,10 @@ from offbeat.envs.dataset.env import (
 )
 from offbeat.envs.dataset.program_checker import check_program
 from offbeat.envs.dataset.rows import Row
-from offbeat.envs.parsing import compile_pattern
+from offbeat.envs.parsing import compile_pattern, fenced_pattern
 from offbeat.envs.sandbox import Limits, check_isolation, run_python
 
-FENCED = r"```(?:python|py)?[ \t]*\n(.*?)```"
+FENCED = fenced_pattern("python3?|py3?")
 
 
 class CodeConfig(QuestionsConfig):

@@ -124,9 +124,10 @@ class QuestionEnv(gymnasium.Env[str, str], Generic[C]):
 
 
 def last_group(pattern: str, text: str) -> str | None:
-    """Return the last match or None; of two groups, the second."""
-    matches = list(compile_pattern(pattern).finditer(text))
-    return (matches[-1][matches[-1].re.groups] or "").strip() if matches else None
+    """Return the last match that has the group, or None; of two groups, the second."""
+    compiled = compile_pattern(pattern)
+    groups = [group for match in compiled.finditer(text) if (group := match[compiled.groups]) is not None]
+    return groups[-1].strip() if groups else None
 
 
 def _load_split(config: QuestionsConfig) -> Rows:

@@ -6,10 +6,10 @@ from typing import Literal
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from offbeat.envs.config import Config
-from offbeat.envs.parsing import compile_pattern
+from offbeat.envs.parsing import compile_pattern, fenced_pattern
 from offbeat.envs.sandbox.shell import ShellLimits
 
-FENCED = r"```(?:bash|sh|shell)?[ \t]*\n(.*?)```"
+FENCED = fenced_pattern("bash|sh|shell")
 
 
 class HarborConfig(Config):

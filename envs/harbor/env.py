@@ -9,12 +9,12 @@ import numpy as np
 from gymnasium.spaces import Text
 from gymnasium.utils import seeding
 
+from offbeat.envs.dataset.env import last_group
 from offbeat.envs.harbor.config import HarborConfig
 from offbeat.envs.harbor.task import HarborTask, TaskStep
 from offbeat.envs.harbor.task_set import load_split
 from offbeat.envs.harbor.trial import TaskTrial, TaskVerdict
 from offbeat.envs.harbor.vocabulary import task_words
-from offbeat.envs.parsing import compile_pattern
 from offbeat.envs.sandbox.backend import check_sandbox
 from offbeat.envs.sandbox.shell import CommandResult, ShellError
 from offbeat.envs.tools.functions import Function, read_calls, write_results
@@ -50,7 +50,6 @@ class HarborEnv(gymnasium.Env[str, str]):
             check_sandbox(self.config.sandbox)
         self.render_mode = "ansi"
         self._tasks = load_split(self.config)
-        self._pattern = compile_pattern(self.config.action_pattern)
         by_template = self.config.function_calling == "template"
         self.functions = tuple(function.schema() for function in (BASH, DONE)) if by_template else ()
         self.system_prompt = FUNCTION_PROMPT if by_template else PROMPT
@@ -147,8 +146,7 @@ class HarborEnv(gymnasium.Env[str, str]):
         if self.functions:
             calls = read_calls(answer)
             return [SUBMIT if call.name == SUBMIT else str(call.arguments.get("command", "")) for call in calls]
-        matches = list(self._pattern.finditer(answer))
-        command = (matches[-1][matches[-1].re.groups] or "").strip() if matches else ""
+        command = last_group(self.config.action_pattern, answer)
         return [command] if command else []
 
     def _run(self, trial: TaskTrial, command: str) -> str:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from offbeat.envs import registry
 from offbeat.envs.contract import check_contract
-from offbeat.envs.dataset.code import CodeConfig, read_tests
+from offbeat.envs.dataset.code import FENCED, CodeConfig, read_tests
 from offbeat.envs.dataset.env import last_group
 from offbeat.services.rollout.config import CustomEnv, EnvManagerConfig
 from offbeat.services.rollout.tasks import EvalTasks
@@ -174,8 +174,30 @@ def test_a_row_is_drawn_from_all_of_them(sums: str):
     assert counts.min() > 4
 
 
-def test_an_unmatched_group_gives_an_empty_answer():
-    assert last_group(r"<answer>(.*?)</answer>|I give up", "well, I give up") == ""
+def test_a_match_without_the_group_is_no_answer():
+    pattern = r"<answer>(.*?)</answer>|I give up"
+    assert last_group(pattern, "well, I give up") is None
+    assert last_group(pattern, "<answer>4</answer>, or I give up") == "4"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "Input:\n```text\n1 2\n```\nSolution:\n```python\nprint(1)\n```",
+        "```python\nprint(1)\n```\nprints\n```text\n1\n```",
+        "```cpp title=a.cpp\nint main() {}\n```\n```py\nprint(1)\n```",
+        "```json\nnever closed\n\n```python\nprint(1)\n```",
+        "Run ```pip``` first:\n```python\nprint(1)\n```",
+        "```\nprint(0)\n```\n```Python3 \nprint(1)\n```",
+        "```python\r\nprint(1)\r\n```",
+    ],
+)
+def test_blocks_of_other_languages_are_no_program(answer: str):
+    assert last_group(FENCED, answer) == "print(1)"
+
+
+def test_an_answer_with_blocks_of_other_languages_alone_has_no_program():
+    assert last_group(FENCED, "```text\n1\n```\nand\n```bash\nls\n```") is None
 
 
 @pytest.mark.parametrize("tests", [[], {"inputs": [], "outputs": []}])

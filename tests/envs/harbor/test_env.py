@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from offbeat.envs.harbor.config import FENCED
 from offbeat.envs.tools.functions import Call, read_results, write_calls
 from tests.envs.harbor.task_folder import TaskFolder, needs_shell
 
@@ -60,6 +61,14 @@ def test_answers_without_a_command_cost_the_format_penalty(task_folder: TaskFold
     observation, reward, _, _, info = env.step("let me think")
     assert (observation, reward, info["action_is_valid"]) == ("(no command)", -0.1, False)
     assert env.step("first ```bash\necho a\n``` then ```bash\necho b\n```")[0] == "b", "the last one counts"
+    env.close()
+
+
+def test_blocks_of_other_languages_are_no_command(task_folder: TaskFolder):
+    env = task_folder.env(action_pattern=FENCED)
+    env.reset(seed=0)
+    assert env.step("It has:\n```text\na\n```\nso I run\n```Bash\necho b\n```")[0] == "b"
+    assert env.step("It has:\n```text\na\n```\nand\n```python\nprint(1)\n```")[0] == "(no command)"
     env.close()
 
 
