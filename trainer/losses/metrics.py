@@ -90,9 +90,17 @@ def with_effective_sample_size(merged: Mapping[str, Partial]) -> dict[str, Parti
 
 @torch.no_grad()
 def batch_gauges(
-    batch: Batch, advantages: Tensor, returns: Tensor | None, values: Tensor | None, version: int | None
+    batch: Batch,
+    advantages: Tensor,
+    returns: Tensor | None,
+    values: Tensor | None,
+    version: int | None,
+    critic_weights: Tensor | None = None,
 ) -> dict[str, Partial]:
-    """Return a batch's gauges, identical on every rank; staleness is in versions."""
+    """Return a batch's gauges, identical on every rank; staleness is in versions.
+
+    critic_weights: [M], 0 where the critic is not trained; None: it is trained at each token.
+    """
     if not batch.num_sampled:
         return {}
     lengths = torch.bincount(batch.trajectory, minlength=len(batch.episode_reward)).float()
@@ -104,6 +112,8 @@ def batch_gauges(
         "tokens/computed": Partial("sum", float(batch.num_tokens)),
     }
     if returns is not None and values is not None:
+        if critic_weights is not None:
+            returns, values = returns[critic_weights > 0], values[critic_weights > 0]
         out |= _spread("critic/returns", returns) | _spread("critic/values", values)
         variance = float(returns.var(correction=0))
         if variance > 0:

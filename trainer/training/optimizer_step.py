@@ -124,9 +124,9 @@ class BatchTrainer:
     def _train(self, step_batch: StepBatch) -> Gauges:
         selected, masked = self._select(step_batch)
         batch, step = pack(selected), step_batch.step
+        self._update_running_moments(step_batch)
         if not batch.num_sampled:
             return {}
-        self._update_running_moments(step_batch)
         micro_batches = self._cut_for_inference(batch)
         states = self._reference_states(batch, micro_batches)
         targets, values = self._targets(selected, batch, micro_batches, step, masked, states)
@@ -143,7 +143,7 @@ class BatchTrainer:
         if seen is not None and (logprobs := merge_seen(seen, self._ranks)) is not None:
             self.last_step = StepTokens(step + 1, tuple(selected), batch, targets, logprobs, self._config)
         self.kl.update(targets.kl_in_reward, len(batch.episode_reward))
-        fixed = batch_gauges(batch, targets.advantages, targets.returns, values, step)
+        fixed = batch_gauges(batch, targets.advantages, targets.returns, values, step, targets.critic_weights)
         if targets.teacher_kl is not None:
             fixed["actor/teacher_kl"] = Partial("mean", targets.teacher_kl * batch.num_sampled, batch.num_sampled)
         if self._config.add_token_level_kl:

@@ -5,6 +5,7 @@ import torch
 
 from offbeat.services.telemetry import Partial, merge_all
 from offbeat.trainer.algorithms.ratio import TokenLosses
+from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.data.batch import pack
 from offbeat.trainer.losses.metrics import (
     batch_gauges,
@@ -12,6 +13,7 @@ from offbeat.trainer.losses.metrics import (
     policy_gauges,
     with_effective_sample_size,
 )
+from offbeat.trainer.losses.targets import build_targets
 from tests.trainer.trajectories import group, trajectory, two_groups
 
 RATIO = torch.tensor([1.0, 3.0, 0.5, 2.0], dtype=torch.float64)
@@ -96,6 +98,20 @@ def test_batch_gauges_describe_the_batch():
         "actor/version_span/mean": 2 / 4,
     }
     assert {name: got[name].value for name in expected} == pytest.approx(expected)
+
+
+def test_the_critics_gauges_cover_the_tokens_that_it_is_trained_at():
+    batch = pack(two_groups())
+    config = AlgorithmConfig.model_validate({"adv_estimator": "gae", "gae_level": "turn"})
+    first = batch.turn.diff(prepend=batch.turn.new_full((1,), -1)) != 0
+    assert 1 < int(first.sum()) < batch.num_sampled
+    values = torch.where(first, 0.0, 100.0)
+    targets = build_targets(batch, config, values=values, version=2)
+    got = batch_gauges(batch, targets.advantages, targets.returns, values, 2, targets.critic_weights)
+    assert targets.returns is not None
+    assert got["critic/values/max"].value == 0.0
+    assert got["critic/returns/max"].value == pytest.approx(float(targets.returns[first].max()))
+    assert got["critic/explained_variance"].value == pytest.approx(0.0, abs=1e-6)
 
 
 def test_empty_batch_has_no_gauges():

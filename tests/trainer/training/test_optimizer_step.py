@@ -290,6 +290,14 @@ def test_running_statistics_are_kept_over_steps_and_part_of_the_state(folder: Pa
     assert again.state_dict() == batches.state_dict() != {"running": {}}
 
 
+def test_running_statistics_include_a_step_whose_groups_are_all_masked(folder: Path) -> None:
+    batches, _, _ = trainer(folder, config(reward_normalization={"norm_mean_type": "running"}))
+    failed = StepBatch.build(0, [], batches._config, masked=MaskedCounts(32, 8, 2, 8), new_rewards={"tag": [0.0] * 8})
+    assert batches.train(failed) == {}
+    ((count, mean, _),) = batches.state_dict()["running"].values()
+    assert (count, mean) == (8, 0.0)
+
+
 def test_the_filter_of_variance_leaves_groups_out_of_the_step(folder: Path) -> None:
     half, engine, _ = trainer(folder, config(variance_filter_ratio=0.4))
     gauges = train_on(half, [*GROUPS, make_group(7, rewards=(0.0, 5.0, 0.0, 5.0))], 0)
