@@ -8,7 +8,7 @@ from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.importing.fitting import finish
 from offbeat.deploy.config.importing.report import Imported, KeyPath, KeyReport, Outcome
 from offbeat.deploy.config.importing.roll_agentic import add_gem_ids
-from offbeat.deploy.config.importing.roll_keys import find_unknown
+from offbeat.deploy.config.importing.roll_keys import ROLES, find_unknown
 from offbeat.deploy.config.importing.roll_rlvr import name_domains
 from offbeat.deploy.config.importing.roll_rules import PIPELINES, Defaults
 from offbeat.deploy.config.importing.rules import (
@@ -18,6 +18,7 @@ from offbeat.deploy.config.importing.rules import (
     apply,
     apply_aliases,
     get,
+    get_table,
     leaves,
     put,
     translate,
@@ -115,6 +116,9 @@ def _compose(path: Path) -> tuple[Tree, set[str], list[str]]:
     if not isinstance(tree, dict):
         raise ConfigError([ConfigIssue("", "expected a mapping of keys to values")], str(path))
     tree = _name_envs({str(key): value for key, value in tree.items()})
+    empty = [name for name, value in tree.items() if value is None and ROLE_NAMES.get(name, name) in ROLES]
+    remarks += [f"{name}: has no settings; left out" for name in empty]
+    tree = {name: value for name, value in tree.items() if name not in empty}
     read = {str(key) for key in tree if f"${{{key}}}" in text or f"${{{key}." in text or str(key) not in own}
     return tree, read, remarks
 
@@ -161,7 +165,7 @@ def _is_env(value: object) -> bool:
 
 def _uniform_path(path: KeyPath, source: Tree) -> KeyPath:
     first = ROLE_NAMES.get(path[0], path[0])
-    if first == "teacher" and any(name in source["teacher"] for name in WORKER_KEYS):
+    if first == "teacher" and any(name in get_table(source, "teacher") for name in WORKER_KEYS):
         return ("teacher", "teacher", *path[1:])
     return (first, *path[1:])
 

@@ -148,6 +148,14 @@ def test_a_pure_distillation_takes_the_opd_estimator(tmp_path: Path):
     assert config.teacher["teacher"].model_args.model_name_or_path == "/m"
 
 
+def test_a_role_without_settings_is_as_if_left_out(tmp_path: Path):
+    imported = import_roll(write_variant(tmp_path, "{teacher: null, reference: null}"))
+    assert "teacher: has no settings; left out" in imported.remarks
+    config = validate_tree(imported.tree)
+    assert config.teacher == {}
+    assert config.adv_estimator == "grpo"
+
+
 def test_megatron_of_several_devices_becomes_fsdp_with_the_same_optimizer_steps(tmp_path: Path):
     tree = yaml.safe_load(FROZEN_LAKE.read_text())["actor_train"]
     tree["strategy_args"]["strategy_config"]["tensor_model_parallel_size"] = 4
