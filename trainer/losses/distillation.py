@@ -45,13 +45,15 @@ class DistillationLosses:
         nll, divergence = -output.logprobs[learned].sum(), output.divergences.sum()
         kd_share = self.weight / max(self.num_taught, 1)
         sft_share = (1 - self.weight) / max(self.num_learned, 1)
-        size, num_taught = float(learned.sum()), float(self.taught[index].sum())
+        taught = self.taught[index].to(learned)
+        size, num_taught = float(learned.sum()), float(taught.sum())
+        entropies = output.entropies.detach()[learned | taught]
         loss = kd_share * divergence + sft_share * nll
         self.gauges.append(
             {
                 "kd_loss": Partial("mean", float(divergence.detach()), num_taught),
                 "sft_loss": Partial("mean", float(nll.detach()), size),
-                "actor/entropy": Partial("mean", float(output.entropies.detach()[learned].sum()), size),
+                "actor/entropy": Partial("mean", float(entropies.sum()), float(len(entropies))),
             }
         )
         return loss

@@ -186,5 +186,6 @@ def test_what_the_policy_sampled_has_no_likelihood_term(folder: Path, on_prompt:
     mixed = make_trainer(folder, config).evaluate(groups)
     alone = make_trainer(folder, config).evaluate([GROUPS[1]])
     assert mixed["kd_loss"] == given["kd_loss"]
+    assert mixed["actor/entropy"] == given["actor/entropy"], "also of tokens that a teacher alone trains"
     assert mixed["sft_loss"].count == alone["sft_loss"].count < given["sft_loss"].count
     assert mixed["sft_loss"].value == pytest.approx(alone["sft_loss"].value)
