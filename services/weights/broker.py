@@ -1,7 +1,7 @@
 """Removal of unannounced or orphaned weight files, and the replicas' lag.
 
-Invariant: bytes named by a manifest in Redis are never removed while the run is active. All state is in Redis and the
-transport.
+Invariant: neither bytes named by a manifest in Redis nor those that the learner is about to announce are removed while the
+run is active. All state is in Redis and the transport.
 """
 
 import asyncio
@@ -23,13 +23,13 @@ from offbeat.services.telemetry import AsyncRedisMetrics, MetricRecord, Partial
 from offbeat.services.threads import DaemonThreads, HungError
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.replica_reports import ReplicaReport, decode_report
-from offbeat.services.weights.transports.base import Transport
+from offbeat.services.weights.transports.base import Transport, version_and_epoch
 from offbeat.services.weights.transports.factory import leaves_files, make_transport
 
 logger = logging.getLogger(__name__)
 
 UNANNOUNCED_TTL_S = 300.0
-"""Age at which a file without manifest is removed; a learner may be hashing it, at about 1 GB/s."""
+"""Age at which a file without manifest is removed; an earlier learner may be hashing it, at about 1 GB/s."""
 CHECK_INTERVAL_S = 30.0
 """Timeout of a scan; the next starts when a hung one has returned."""
 MAX_REPORT_AGE_S = 30.0
@@ -91,8 +91,17 @@ class WeightBroker:
         blobs = cast(list[bytes], await self._redis.hvals(self._keys.manifests))
         manifests = [decode_manifest(blob) for blob in blobs]
         named = {each.location for each in (*manifests, *(m.anchor for m in manifests if m.anchor))}
+        epoch = int(await self._redis.get(self._keys.epoch) or 0)
+        there = {file.location for file in stored}
+        newest = max((manifest.version for manifest in manifests if manifest.location in there), default=-1)
         oldest = self._clock() - UNANNOUNCED_TTL_S
-        orphans = [file.location for file in stored if file.location not in named and file.modified_at < oldest]
+        orphans = [
+            file.location
+            for file in stored
+            if file.location not in named
+            and file.modified_at < oldest
+            and not _may_be_announced(file.location, epoch, newest)
+        ]
         for location in orphans:
             logger.info("collecting %s: no manifest names it", location)
             await self._threads.run(lambda location=location: transport.delete(location), CHECK_INTERVAL_S)
@@ -116,3 +125,9 @@ class WeightBroker:
             values = {"lag": Partial("last", lag), "lag_max": Partial("max", lag)}
             await self._metrics.append(MetricRecord("weights", values, labels={"replica": replica}))
         return lags
+
+
+def _may_be_announced(location: str, epoch: int, newest: int) -> bool:
+    """Return whether the learner of `epoch` may still announce a file, as while Redis refuses writes."""
+    version, of_epoch = version_and_epoch(location)
+    return of_epoch >= epoch and version > newest

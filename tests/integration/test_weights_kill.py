@@ -54,6 +54,7 @@ async def test_a_kill_while_publishing_leaves_complete_weights(
                 learner.kill()
                 learner.wait()
             served = max(served, await newest_whole(subscriber))
+        server.incr(RunKeys(RUN).epoch)
         files = SharedMemoryTransport(owner_of(RUN, tmp_path)).stored()
         broker = WeightBroker(
             connection, RUN, WeightsConfig(), tmp_path, clock=lambda: time.time() + UNANNOUNCED_TTL_S + 1

@@ -128,6 +128,12 @@ def file_name(owner: str, version: int, epoch: int, suffix: str = WHOLE) -> str:
     return f"offbeat-{owner}-v{version}-e{epoch}-{secrets.token_hex(4)}{suffix}"
 
 
+def version_and_epoch(location: str) -> tuple[int, int]:
+    """Return what a version's file, complete or not, is named after."""
+    version, epoch = re.findall(r"-v(\d+)-e(\d+)-", Path(location).name)[-1]
+    return int(version), int(epoch)
+
+
 def belongs_to(owner: str, name: str) -> bool:
     return bool(
         re.fullmatch(

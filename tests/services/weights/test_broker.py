@@ -55,7 +55,7 @@ async def test_old_files_that_no_manifest_names_are_collected(
 ) -> None:
     publish(redis_url, config, 2)
     announced = files(tmp_path)
-    dead, fresh, foreign = tmp_path / file_name(OWNER, 9, 1), tmp_path / file_name(OWNER, 10, 1), tmp_path / "foreign"
+    dead, fresh, foreign = tmp_path / file_name(OWNER, 9, 0), tmp_path / file_name(OWNER, 10, 0), tmp_path / "foreign"
     for path in (dead, fresh, foreign, *announced):
         path.touch()
         os.utime(path, (0, 0))
@@ -66,6 +66,27 @@ async def test_old_files_that_no_manifest_names_are_collected(
     broker = WeightBroker(client, RUN, config, Path("unused"), clock=lambda: time.time() + UNANNOUNCED_TTL_S + 1)
     assert await broker.collect() == 1
     assert files(tmp_path) == announced | {foreign}
+
+
+async def test_a_version_outlasts_an_outage_that_delays_its_announcement(
+    client: AsyncRedis, redis_url: str, config: WeightsConfig, tmp_path: Path
+) -> None:
+    """Its learner announces it when Redis accepts writes again; a successor stages anew."""
+    publish(redis_url, config, 2)
+    announced = files(tmp_path)
+    staged, repeated = tmp_path / file_name(OWNER, 2, 1), tmp_path / file_name(OWNER, 1, 1)
+    broker = WeightBroker(client, RUN, config, Path("unused"), clock=lambda: time.time() + UNANNOUNCED_TTL_S + 1)
+    staged.touch()
+    repeated.touch()
+    assert await broker.collect() == 1
+    assert files(tmp_path) == announced | {staged}
+    for path in announced:
+        path.unlink()
+    repeated.touch()
+    assert await broker.collect() == 0, "it is announced in place of the lost one"
+    await client.set(RunKeys(RUN).epoch, 2)
+    assert await broker.collect() == 2
+    assert not files(tmp_path)
 
 
 async def test_the_lag_of_every_living_replica_becomes_a_metric(
@@ -126,7 +147,8 @@ async def test_a_hung_share_pauses_only_garbage_collection(
     client: AsyncRedis, config: WeightsConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "CHECK_INTERVAL_S", 0.2)
-    orphan, gate = tmp_path / file_name(OWNER, 1, 1), tmp_path / "gate"
+    orphan, gate = tmp_path / file_name(OWNER, 1, 0), tmp_path / "gate"
+    await client.set(RunKeys(RUN).epoch, 1)
     orphan.touch()
     os.utime(orphan, (0, 0))
     os.mkfifo(gate)

@@ -26,6 +26,7 @@ from offbeat.services.weights.transports.base import (
     _write_atomically,
     belongs_to,
     file_name,
+    version_and_epoch,
     write_bytes,
 )
 from offbeat.services.weights.transports.delta import digest_of_bytes
@@ -139,6 +140,10 @@ def test_a_file_belongs_to_one_run_alone() -> None:
     assert belongs_to("a.b", file_name("a.b", 10, 2))
     assert not belongs_to("axb", file_name("a.b", 10, 2))
     assert not belongs_to("a", file_name("a-v1-e1", 1, 1))
+
+
+def test_a_file_is_named_by_its_version_and_epoch() -> None:
+    assert version_and_epoch(f"memory://folder-v1-e1/{file_name('a-v1-e1', 10, 2)}.part") == (10, 2)
 
 
 KILLED = """
