@@ -22,6 +22,8 @@ class DatasetRows(Protocol):
     columns: tuple[str, ...]
     folder: Path
     """Of files named in rows."""
+    fills_keys: bool
+    """Whether mappings also have the keys of other rows' mappings, with None."""
 
     def __len__(self) -> int: ...
 
@@ -36,6 +38,8 @@ class DatasetRows(Protocol):
 
 class JsonLinesRows:
     """A .jsonl file; only line positions are in memory."""
+
+    fills_keys = False
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -82,6 +86,8 @@ class JsonLinesRows:
 class TableRows:
     """A table of `datasets`, memory-mapped."""
 
+    fills_keys = True
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self.folder = path if path.is_dir() else path.parent
@@ -112,6 +118,13 @@ def read_field(row: Row, key: str) -> Any:
     for name in key.split("."):
         value = cast(Row, value).get(name) if isinstance(value, Mapping) else None
     return value
+
+
+def drop_nulls(value: Any) -> Any:
+    """Return a value whose mappings, at any depth, have no keys with None."""
+    if isinstance(value, Mapping):
+        return {key: drop_nulls(each) for key, each in cast(Row, value).items() if each is not None}
+    return [drop_nulls(each) for each in cast(list[Any], value)] if isinstance(value, list) else value
 
 
 def open_rows(path: Path) -> DatasetRows:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from offbeat.envs.dataset.files import DatasetRows, Row, RowError, open_rows
+from offbeat.envs.dataset.files import DatasetRows, Row, RowError, drop_nulls, open_rows
 from offbeat.services.chat.assistant_tokens import AssistantTokens, ConversationError, Tokenized, common_length
 from offbeat.services.errors import EpisodeError
 from offbeat.services.messages.types import Segment, StopReason, Trajectory, Turn, VersionSpan
@@ -88,9 +88,9 @@ class DataSource:
     ) -> Trajectory:
         unpaired = is_unpaired(rows, self._config, self._pipeline)
         try:
-            content = rows[row]
-            if unpaired and index:
-                content = _mismatch(rows, row, self._config)
+            content = _mismatch(rows, row, self._config) if unpaired and index else rows[row]
+            if rows.fills_keys:
+                content = drop_nulls(content)
             tokenized = self._tokenize(content, 0 if unpaired else index, rows.folder)
             reward = float(unpaired and _read_label(content, self._config.label_key))
             metrics = self._read_margin(content)
@@ -252,7 +252,6 @@ def _messages(row: Row, key: str, role: str | None = None) -> list[Message]:
 def _message(value: Any, name: str) -> Message:
     if not isinstance(value, Mapping) or not isinstance(cast(Mapping[str, Any], value).get("role"), str):
         raise ConversationError(f"{name}: expected an object with role and content")
-    # Tables fill the keys that other messages have
     message = _without_nothing(cast(Mapping[str, Any], value))
     if isinstance(content := message.get("content"), Sequence) and not isinstance(content, str):
         message["content"] = [_part(part, name) for part in cast(Sequence[Any], content)]

@@ -68,6 +68,42 @@ def test_a_query_follows_the_prompt_and_a_system_message_precedes_it(policy: Pat
             source(policy, [row | changes], **keys).trajectory(0, 0, 0)
 
 
+TEMPLATE = """{{ tools | tojson if tools }}
+{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def call_row(name: str, arguments: dict[str, Any], properties: dict[str, Any]) -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    parameters = {"type": "object", "properties": properties}
+    return {
+        "messages": [SAY, {**ANSWER, "tool_calls": [call]}],
+        "tools": [{"type": "function", "function": {"name": name, "parameters": parameters}}],
+    }
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "saved"])
+def test_calls_and_tools_of_a_table_have_their_own_keys_alone(policy: Path, tmp_path: Path, name: str):
+    """Arrow gives each mapping the keys of all rows; a row has the tokens of the same row as a line of JSON."""
+    datasets = pytest.importorskip("datasets")
+    (policy / "chat_template.jinja").write_text(TEMPLATE)
+    rows = [
+        call_row("go", {"places": ["Up", None]}, {"places": {"type": "array"}}),
+        call_row("add", {"a": 1, "b": 2}, {"a": {"type": "integer"}, "b": {"enum": [2, 3]}}),
+    ]
+    table = datasets.Dataset.from_list(rows)
+    table.to_parquet(tmp_path / "rows.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    lines = source(policy, rows)
+    of_table = DataSource(DataConfig(dataset_name=tmp_path / name, shuffle=False), "sft", policy, seed=1, max_tokens=64)
+    for number in range(2):
+        line, row = lines.trajectory(number, 0, 0), of_table.trajectory(number, 0, 0)
+        assert row.segments[0].tokens.tolist() == line.segments[0].tokens.tolist()
+        assert learned(row) == learned(line)
+
+
 def test_the_last_answer_alone_is_learned_on_request(policy: Path):
     messages = [SAY, ANSWER, SAY, {"role": "assistant", "content": "Up"}]
     every = source(policy, [{"messages": messages}]).trajectory(0, 0, 0)
