@@ -130,8 +130,8 @@ def file_name(owner: str, version: int, epoch: int, suffix: str = WHOLE) -> str:
 
 def version_and_epoch(location: str) -> tuple[int, int]:
     """Return what a version's file, complete or not, is named after."""
-    version, epoch = re.findall(r"-v(\d+)-e(\d+)-", Path(location).name)[-1]
-    return int(version), int(epoch)
+    *_, version, epoch, _ = Path(location).name.split("-")
+    return int(version[1:]), int(epoch[1:])
 
 
 def belongs_to(owner: str, name: str) -> bool:
