@@ -29,6 +29,7 @@ from offbeat.envs.webshop.pages import (
     SearchPage,
     click,
     clickables,
+    element_key,
     page_text,
 )
 from offbeat.envs.webshop.reward import PurchaseReward, PurchaseScorer
@@ -197,7 +198,7 @@ class WebShopEnv(gymnasium.Env[str, str]):
         name, argument = match[1].lower(), " ".join(match[2].split())
         if name == "search":
             return ("search", argument) if argument and isinstance(self._page, SearchPage) else None
-        element = clickables(self._page).get(argument.lower())
+        element = clickables(self._page).get(element_key(argument))
         return None if element is None else ("click", element)
 
     def _result(

@@ -65,7 +65,7 @@ def page_text(page: Page) -> str:
 
 
 def clickables(page: Page) -> dict[str, str]:
-    """Return lower-case -> clickable element."""
+    """Return `element_key` -> clickable element."""
     match page:
         case SearchPage():
             elements: list[str] = []
@@ -77,7 +77,12 @@ def clickables(page: Page) -> dict[str, str]:
             elements += [*SECTIONS, BUY]
         case ItemPage():
             elements = [BACK, PREVIOUS]
-    return {text.lower(): text for text in elements}
+    return {element_key(text): text for text in elements}
+
+
+def element_key(text: str) -> str:
+    """Return a text in lower case and with single spaces."""
+    return " ".join(text.lower().split())
 
 
 def click(page: Page, text: str) -> Page:

@@ -109,6 +109,21 @@ def test_an_episode_in_the_shop_of_files(folder: Path, actions: list[str], rewar
     assert (results[-1][2], results[-1][4]["success"]) == (True, reward == 1.0)
 
 
+@pytest.mark.parametrize("value", ["Red / Blue", "dark\u00a0blue", "XL  (tall)"])
+def test_an_option_is_clicked_as_it_is_shown(tmp_path: Path, value: str):
+    """Whitespace of published values is kept, and that of a click does not count."""
+    item = make_item(1, customization_options={"Size": [{"value": value}, {"value": "S"}]})
+    shown = value.lower().replace("/", " | ")
+    goals = {item["asin"]: [make_goal(instruction_options=[shown])]}
+    env = WebShopEnv(WebShopConfig(data_dir=write_files(tmp_path / "shop", [item], {}, goals), split="any"))
+    for clicked in (shown, " ".join(shown.split())):
+        env.reset(seed=0)
+        env.step("search[lamp]")
+        assert shown in env.step(f"click[{item['asin']}]")[0]
+        assert env.step(f"click[{clicked}]")[4]["action_is_valid"]
+        assert env.step("click[buy now]")[4]["r_option"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
