@@ -117,13 +117,15 @@ class GenerationReplica:
             return
         async with self._subscriber.fetch(manifest) as path:
             self._loading = (manifest.version, time.time())
-            await self.report()
             try:
+                await self.report()
                 await self._load(path, manifest.version)
             except WeightsRefusedError as error:
-                self._loading, self._refused = None, str(error)
+                self._refused = str(error)
                 raise
-            self._loading, self._refused = None, ""
+            finally:
+                self._loading = None
+            self._refused = ""
         await self.report()
 
     async def report(self) -> None:

@@ -122,6 +122,8 @@ class FakeBroker:
         self.published: list[Manifest] = []
         self.damaged: set[int] = set()
         self.unreachable = False
+        self.lost_reports = 0
+        """Reports that are not answered from now on."""
         self.refusals = 0
         self.reports: list[tuple[str, int]] = []
         self.loads: list[ReplicaLoad] = []
@@ -154,6 +156,9 @@ class FakeBroker:
         yield Path(manifest.location)
 
     async def report(self, replica_id: str, version: int, load: ReplicaLoad = IDLE) -> None:
+        if self.lost_reports:
+            self.lost_reports -= 1
+            raise RetryableError("Redis does not answer")
         self.reports.append((replica_id, version))
         self.loads.append(load)
 

@@ -370,3 +370,13 @@ async def test_refused_weights_leave_the_earlier_version_in_service(stage: Stage
     stage.engine.load_error = None
     await wait_until(lambda: stage.replica.status()["version"] == 1)
     await wait_until(lambda: stage.broker.loads[-1].refused == "")
+
+
+async def test_a_load_that_did_not_begin_is_not_reported(stage: Stage) -> None:
+    """Its own report had no answer, so that it waits for the next attempt."""
+    await stage.publish(0)
+    stage.broker.lost_reports = 1
+    await stage.broker.publish(1)
+    await wait_until(lambda: stage.broker.lost_reports == 0)
+    await stage.replica.report()
+    assert stage.broker.loads[-1].loading is None
