@@ -1,9 +1,9 @@
 """Learner side of the broker: copies weights, then stores and announces them in the background.
 
 Invariants: versions are announced in order, one at a time; the next call raises an announcement's error;
-`progress.version` never decreases. An existing version is ignored, unless its bytes and all newer ones are gone: then
-it is announced again. An announcement that meets another incarnation is dropped; the learner publishes again after
-reconciling.
+`progress.version` never decreases; the base of a delta or adapter is kept while a kept version names it. An existing
+version is ignored, unless its bytes and all newer ones are gone: then it is announced again. An announcement that meets
+another incarnation is dropped; the learner publishes again after reconciling.
 """
 
 import logging
@@ -128,8 +128,13 @@ class RedisWeightPublisher:
         except ReconcileError as error:
             logger.warning("version %d is not announced: %s", version, error)
             return
-        for old in fallen_out:
-            self._delete(old.location)
+        self._delete_unnamed(fallen_out)
+
+    def _delete_unnamed(self, fallen_out: list[Manifest]) -> None:
+        """Delete versions that are not kept, and their bases, unless a kept one names them."""
+        if fallen_out:
+            for location in sorted(_locations(fallen_out) - _locations(self._manifests().values())):
+                self._delete(location)
 
     def _delete(self, location: str) -> None:
         try:
@@ -196,3 +201,8 @@ class RedisWeightPublisher:
                 )
             case _:
                 raise WeightsError(f"publish.lua answered {status!r}")
+
+
+def _locations(manifests: Iterable[Manifest]) -> set[str]:
+    """Return the locations of versions and of their bases."""
+    return {each.location for manifest in manifests for each in (manifest, manifest.anchor) if each is not None}

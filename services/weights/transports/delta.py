@@ -1,14 +1,13 @@
 """Delta versions: elements that differ from the last complete version (anchor).
 
 RL changes few bits of bfloat16 weights per step. A replica keeps the anchor and reads one delta. Invariants: it loads
-exactly the complete version's bytes, verified by digests of delta, anchor and result, or nothing; an anchor is kept
-while a kept version needs it.
+exactly the complete version's bytes, verified by digests of delta, anchor and result, or nothing.
 """
 
 # pyright: basic
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -18,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
-from offbeat.services.errors import StoreUnavailableError, WeightsError
+from offbeat.services.errors import WeightsError
 from offbeat.services.messages.types import BaseVersion, Manifest
 from offbeat.services.weights.transports.base import (
     DIFFERENCE,
@@ -147,8 +146,6 @@ class DeltaTransport:
         self._inner = inner
         self._anchor_every = anchor_every
         self._base: _Base | None = None
-        self._needed_by: dict[str, set[str]] = {}
-        self._retired: set[str] = set()
         self._cached: tuple[BaseVersion, Bytes] | None = None
 
     def copies(self, tensors: "Iterable[tuple[str, Tensor]]") -> "dict[str, Tensor]":
@@ -165,7 +162,6 @@ class DeltaTransport:
             return self._stage_whole(version, epoch, content)
         stored = self._inner.store(version, epoch, DIFFERENCE, lambda path: write_bytes(path, packed))
         self._base.since += 1
-        self._needed_by[self._base.anchor.location].add(stored.location)
         return replace(stored, anchor=self._base.anchor)
 
     def _packed(self, content: Bytes, width: int) -> bytes | None:
@@ -185,8 +181,6 @@ class DeltaTransport:
         stored = self._inner.store(version, epoch, WHOLE, lambda path: write_bytes(path, content.data))
         anchor = BaseVersion(stored.location, stored.digest, stored.num_bytes)
         self._base = _Base(anchor, content)
-        self._needed_by[anchor.location] = set()
-        self._collect()
         return stored
 
     @contextmanager
@@ -228,22 +222,7 @@ class DeltaTransport:
         return there and self._inner.readable(manifest)
 
     def delete(self, location: str) -> None:
-        """Delete a version; a base with the last version that needs it."""
-        for dependents in self._needed_by.values():
-            dependents.discard(location)
-        if location in self._needed_by:
-            self._retired.add(location)
-        else:
-            self._inner.delete(location)
-        self._collect()
-
-    def _collect(self) -> None:
-        current = self._base.anchor.location if self._base else ""
-        for anchor in [a for a in self._retired if a != current and not self._needed_by[a]]:
-            self._retired.discard(anchor)
-            del self._needed_by[anchor]
-            with suppress(StoreUnavailableError, WeightsError):  # the broker removes what is left
-                self._inner.delete(anchor)
+        self._inner.delete(location)
 
     def stored(self) -> list[StoredFile]:
         return self._inner.stored()

@@ -1,7 +1,7 @@
 """Adapter versions: low-rank tensors on a base that is published once.
 
 A manifest names the base as its anchor, which replicas keep. Invariants: a replica gets an adapter and the base that it
-was trained on, digests verified; a base is kept while a kept version names it.
+was trained on, digests verified.
 """
 
 import json
@@ -96,7 +96,6 @@ class AdapterTransport:
         return base is not None and all(self._inner.readable(m) for m in (manifest, _base_manifest(manifest, base)))
 
     def delete(self, location: str) -> None:
-        """Delete an adapter; the broker deletes unused bases."""
         self._inner.delete(location)
 
     def stored(self) -> list[StoredFile]:

@@ -19,7 +19,7 @@ from offbeat.services.weights.broker import WeightBroker
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.publisher import RedisWeightPublisher
 from offbeat.services.weights.subscriber import RedisWeightSubscriber
-from offbeat.services.weights.transports.base import Stored, belongs_to, owner_of
+from offbeat.services.weights.transports.base import Stored, belongs_to, owner_of, version_and_epoch
 from offbeat.services.weights.transports.delta import (
     DeltaTransport,
     apply_difference,
@@ -166,6 +166,20 @@ def test_an_anchor_stays_until_the_last_version_that_needs_it_is_gone(config: We
         kept = {Path(file.location).name.split("-v")[1].split("-")[0] for file in transport(config).stored()}
         publisher.close()
     assert kept == {"4", "5", "6"}  # versions 5 and 6 are kept, and 4 is their anchor
+
+
+def test_an_earlier_learners_anchor_stays_until_no_kept_version_needs_it(config: WeightsConfig, redis_url: str) -> None:
+    """Its successor begins with a version that is complete."""
+    with Redis.from_url(redis_url) as redis:
+        for epoch, versions in ((1, (0, 1)), (2, (2, 3))):
+            give_lease(redis, RUN, epoch)
+            publisher = RedisWeightPublisher(redis, RUN, config, epoch, Path())
+            for version in versions:
+                publisher.publish(version, version, stepped(weights(), version).items())
+                publisher.flush()
+                assert all(transport(config).readable(each) for each in publisher._manifests().values())
+            publisher.close()
+    assert {version_and_epoch(file.location) for file in transport(config).stored()} == {(2, 2), (3, 2)}
 
 
 def test_weights_may_be_rounded_before_they_travel(tmp_path: Path) -> None:
