@@ -65,12 +65,14 @@ def test_gymnasium_names_its_words_for_the_tiny_policy(words: list[str], refused
         assert {"15", "0,", "Answer", "3"} <= set(vocabulary)
 
 
-def with_tools(folder: Path | str, *overrides: str) -> dict[str, str]:
-    env = "{env_type: frozen_lake, tools: [{tool_id: search, corpus: c.txt}], function_calling: template}"
+def with_tools(folder: Path, *overrides: str) -> dict[str, str]:
+    corpus = folder / "corpus.txt"
+    corpus.write_text("a passage\n")
+    env = f"{{env_type: frozen_lake, tools: [{{tool_id: search, corpus: {corpus}}}], function_calling: template}}"
     tag = f"+custom_envs.Tools={{env_type: tools, env_config: {env}}}"
     tags = ("train_env_manager.tags=[Tools]", "val_env_manager.tags=[Tools]")
     changes = ("~custom_envs.FrozenLake", tag, *tags, "warm_start=null", "sequence_length=900", *overrides)
-    return problems(Path(folder), *changes)
+    return problems(folder, *changes)
 
 
 def test_functions_without_template_support_are_rejected(llama: Path):
