@@ -45,6 +45,8 @@ def _check_weights(evidence: CommandEvidence) -> Iterator[str]:
             continue
         is_change = command.kind in CHANGES and not command.is_refused
         expected = before.version + is_change, 0 if is_change else before.num_sequences + command.num_added
+        if command.kind == "optim_step" and command.is_refused and not command.num_sequences:
+            expected = before.version, 0  # a gradient that is not finite is cleared
         if (command.version, command.num_sequences) != expected:
             yield (
                 f"command {seq_id} ({command.kind}) left version {command.version} and a gradient of "

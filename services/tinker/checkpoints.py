@@ -1,6 +1,7 @@
 """Copies, expiry and deletion of checkpoints.
 
-Invariants: an expired checkpoint is not found, and a deleted one leaves no files, whichever process dies when.
+Invariants: an expired checkpoint is not found, and a deleted one leaves no files, whichever process dies when: the
+learner removes them, once it can repeat no command that writes or reads them.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ from offbeat.services.tinker.store import TinkerStore
 logger = logging.getLogger(__name__)
 
 MAX_INTERVAL_S = 5.0
-"""Greatest time between an expiry and the deletion of the files."""
+"""Greatest time between an expiry and the deletion."""
 COPIES = uuid.UUID("5ad5c7a3-59d5-4b5a-8f0c-6f1d0a1f9a57")
 """Namespace of the ids of copies' sessions."""
 
@@ -58,11 +59,10 @@ class Checkpoints:
             raise NotFoundError(f"there is no checkpoint {path}")
 
     async def delete(self, owner: str, path: str) -> None:
-        """Delete a checkpoint; commands that would load it fail. Raises NotFoundError."""
+        """Delete a checkpoint; commands that were accepted before still load it. Raises NotFoundError."""
         await self._records.checkpoint(owner, path)
         if await self._store.change_checkpoint(owner, path, lambda _: None) is None:
             raise NotFoundError(f"there is no checkpoint {path}")
-        await self._remove_discarded()
 
     async def copy(self, owner: str, body: CopyWeightsBody, idempotency_key: str) -> str:
         """Copy a checkpoint to a model that takes no commands; return its path. A call with the same key copies once.
@@ -101,7 +101,7 @@ class Checkpoints:
         return path
 
     async def delete_expired(self) -> float:
-        """Delete what has expired, and what a killed server has left; return the seconds until the next expiry."""
+        """Delete what has expired; return the seconds until the next expiry."""
         now = time.time()
         owners = {model_id: each.owner for model_id, each in (await self._store.all_models()).items()}
         expiries = await self._store.expiries()
@@ -110,13 +110,7 @@ class Checkpoints:
                 await self._store.change_checkpoint(
                     owners[record.model_id], path, lambda each: None if each.is_expired(now) else each
                 )
-        await self._remove_discarded()
         return min((each.expires_at - now for each in expiries.values() if each.expires_at), default=MAX_INTERVAL_S)
-
-    async def _remove_discarded(self) -> None:
-        for folder in await self._store.discarded_folders():
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-            await self._store.forget_folder(folder)
 
 
 class CheckpointExpiry:

@@ -63,7 +63,7 @@ class TinkerKeys:
 
     @property
     def discarded_folders(self) -> str:
-        """Set: folders of deleted checkpoints, until they are removed."""
+        """Set: folders of deleted and replaced checkpoints, until the learner removes them."""
         return self.key("discarded_folders")
 
     @property

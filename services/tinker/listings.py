@@ -77,15 +77,16 @@ class TinkerListings:
     async def audit(self, owner: str, model_id: str) -> Json:
         """Audit a model's commands; raises NotFoundError."""
         await self._records.model(owner, model_id)
+        # What is read later has at least the entries of the commands that were applied then
         sampled = frozenset(await self._store.samples(model_id))
-        checkpoints = await self._records.checkpoints(owner)
-        steps = await self._store.all(self._store.keys.metrics(model_id), StepMetrics)
-        commands = await self._store.applied_commands(model_id)
         applied, _ = await self._store.queued(model_id)
+        commands = await self._store.applied_commands(model_id)
+        steps = await self._store.all(self._store.keys.metrics(model_id), StepMetrics)
+        checkpoints = await self._records.checkpoints(owner)
         evidence = CommandEvidence(
             applied,
             {seq_id: each for seq_id, each in commands.items() if seq_id <= applied},
-            {int(seq_id): each for seq_id, each in steps.items()},
+            {int(seq_id): each for seq_id, each in steps.items() if int(seq_id) <= applied},
             {path: each for path, each in checkpoints.items() if each.model_id == model_id},
             sampled,
         )

@@ -108,19 +108,50 @@ class CommandLog:
         """Return what `wait` does at once."""
         return set(map(bytes.decode, self._redis.lpop(self.keys.wakeups, WAKEUPS_PER_WAIT) or ()))
 
-    def commit(self, model_id: str, owner: str, seq_id: int, result: Result, writes: Sequence[Write] = ()) -> None:
-        """Store a result with its writes, once; raises FencedError after a takeover."""
+    def commit(
+        self,
+        model_id: str,
+        owner: str,
+        seq_id: int,
+        result: Result,
+        writes: Sequence[Write] = (),
+        discarded: str = "",
+    ) -> None:
+        """Store a result with its writes, once; raises FencedError after a takeover.
+
+        discarded: folder of a replaced checkpoint.
+        """
         keys, request_id = self.keys, request_id_of(model_id, seq_id)
-        hashes = (keys.applied, keys.queued_bytes, keys.result(request_id), keys.done)
+        hashes = (keys.applied, keys.queued_bytes, keys.result(request_id), keys.done, keys.discarded_folders)
         status = self._commit(
             keys=[keys.epoch, keys.log(model_id), *hashes, *(each.key for each in writes)],
             args=[
-                *(self._epoch, model_id, seq_id, result.encode(), RESULT_EXPIRY_S, owner, request_id),
+                *(self._epoch, model_id, seq_id, result.encode(), RESULT_EXPIRY_S, owner, request_id, discarded),
                 *(part for each in writes for part in (each.field, each.value)),
             ],
         )
         if int(status) < 0:
             raise FencedError("another learner serves this Tinker server")
+
+    def unused_folders(self) -> list[str]:
+        """Return folders of deleted and replaced checkpoints that no logged command writes or reads, and no sampling
+        session reads.
+        """
+        discarded = [each.decode() for each in self._redis.smembers(self.keys.discarded_folders)]
+        if not discarded:
+            return []
+        logs = {model_id: self._redis.hgetall(self.keys.log(model_id)) for model_id in self.model_ids()}
+        readers = [*self._redis.hvals(self.keys.samplers), *(each for log in logs.values() for each in log.values())]
+
+        def is_used(folder: str) -> bool:
+            path = Path(folder)
+            model_id, seq_id = path.parents[1].name, path.name.rpartition("@")[2]
+            return seq_id.encode() in logs.get(model_id, ()) or any(folder.encode() in each for each in readers)
+
+        return [each for each in discarded if not is_used(each)]
+
+    def forget_folder(self, folder: str) -> None:
+        self._redis.srem(self.keys.discarded_folders, folder)
 
     def ended(self) -> dict[str, list[str]]:
         """Return the models of ended sessions, by session."""

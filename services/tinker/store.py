@@ -113,13 +113,6 @@ class TinkerStore:
         checkpoints = await self.all(self.keys.checkpoints, CheckpointRecord)
         return {path: each for path, each in checkpoints.items() if each.expires_at is not None}
 
-    async def discarded_folders(self) -> list[str]:
-        """Return the folders of deleted checkpoints that are not removed."""
-        return [each.decode() for each in await self._redis.smembers(self.keys.discarded_folders)]
-
-    async def forget_folder(self, folder: str) -> None:
-        await self._redis.srem(self.keys.discarded_folders, folder)
-
     async def saved_bytes(self, owner: str) -> int:
         """Return the size of the owner's checkpoints."""
         return sum(map(int, await self._redis.hvals(self.keys.checkpoint_sizes(owner))))

@@ -1,6 +1,7 @@
 """Sequential execution of the models' commands.
 
-Invariants: equal commands on equal states give equal weights and results; a refused command changes nothing.
+Invariants: equal commands on equal states give equal weights and results; a refused command changes nothing, but that
+an optimizer step clears a gradient that is not finite.
 """
 
 import logging
@@ -66,10 +67,11 @@ class QueuedCommand:
 
 @dataclass(frozen=True, slots=True)
 class CommandOutcome:
-    """num_added: sequences added to the gradient."""
+    """num_added: sequences added to the gradient; discarded: folder of a replaced checkpoint."""
 
     result: Result
     writes: tuple[Write, ...] = ()
+    discarded: str = ""
     num_added: int = 0
     is_refused: bool = False
 
@@ -84,6 +86,8 @@ class Executor:
         """Least recently used first."""
         self._contained: dict[str, int] = {}
         """Last applied command by opened model."""
+        self._saved: dict[str, int] = {}
+        """Last command in a model's state on disk."""
 
     def contained(self, model_id: str) -> int:
         """Return the last command that a model contains, loaded from disk if there. -1: none"""
@@ -135,16 +139,23 @@ class Executor:
             self._models.move_to_end(queued.model_id)
             self._contain(queued)
             write = Write.of(self._log.keys.shared_passes(queued.model_id), str(queued.seq_id), shared)
-            outcome = CommandOutcome(_answer(own, batch), (write,), len(batch.data))
+            outcome = CommandOutcome(_answer(own, batch), (write,), num_added=len(batch.data))
             outcomes.append(self._record(queued, kind_of(ForwardBackwardCommand), outcome))
         return outcomes
 
     def save(self, model_id: str) -> int:
-        """Write a model's state, unless already on disk; return its last command, or -1."""
-        path = self._folder.state(model_id)
+        """Write a model's state, unless it is on disk alone; return the last command that it contains, or -1.
+
+        Commands that were refused without the model may be later.
+        """
         if model_id in self._models:
-            self._models[model_id].save(path)
-        return self._contained[model_id] if path.exists() else -1
+            self._save_state(model_id)
+        return self._saved.get(model_id, -1)
+
+    def _save_state(self, model_id: str) -> None:
+        model = self._models[model_id]
+        model.save(self._folder.state(model_id))
+        self._saved[model_id] = model.seq_id
 
     def discard(self, model_ids: Collection[str]) -> None:
         """Forget models that take no more commands; their checkpoints stay."""
@@ -152,6 +163,7 @@ class Executor:
             if model_id in self._models:
                 self._models.pop(model_id).close()
             self._contained.pop(model_id, None)
+            self._saved.pop(model_id, None)
             self._folder.discard(model_id)
 
     def _contain(self, queued: QueuedCommand) -> None:
@@ -193,10 +205,9 @@ class Executor:
 
     def _open(self, model_id: str, record: ModelRecord) -> ClientModel:
         while len(self._models) >= self._limits.max_models:
-            oldest, model = next(iter(self._models.items()))
-            model.save(self._folder.state(oldest))
-            model.close()
-            del self._models[oldest]
+            oldest = next(iter(self._models))
+            self._save_state(oldest)
+            self._models.pop(oldest).close()
         self._models[model_id] = ClientModel(self._pool, record.lora)
         return self._models[model_id]
 
@@ -211,6 +222,7 @@ class Executor:
     def _reopen(self, model_id: str) -> ClientModel:
         model = self._open(model_id, self._log.model(model_id))
         model.load(self._folder.state(model_id))
+        self._saved[model_id] = model.seq_id
         return model
 
     def _create(self, model_id: str, record: ModelRecord, command: CreateModel) -> CommandOutcome:
@@ -288,7 +300,9 @@ class Executor:
             user_metadata=command.user_metadata,
             expires_at=None if command.ttl_seconds is None else now + command.ttl_seconds,
         )
-        return CommandOutcome(Result.of_json({"path": path}), self._log.checkpoint_writes(record.owner, path, saved))
+        writes = self._log.checkpoint_writes(record.owner, path, saved)
+        replaced = existing.adapter.folder if existing is not None and existing.adapter.folder != str(folder) else ""
+        return CommandOutcome(Result.of_json({"path": path}), writes, replaced)
 
     def _load_weights(self, model_id: str, command: LoadWeights) -> CommandOutcome:
         self._model(model_id).adopt(Path(command.folder) / STATE, with_optimizer=command.with_optimizer)

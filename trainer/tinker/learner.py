@@ -5,6 +5,7 @@ result is repeated as it was computed first; a shared pass is stored with the re
 """
 
 import logging
+import shutil
 import time
 from collections import OrderedDict
 
@@ -15,7 +16,7 @@ from offbeat.trainer.tinker.shared_pass import GradientBatch
 logger = logging.getLogger(__name__)
 
 WAIT_S = 0.5
-CLOSE_INTERVAL_S = 5.0
+TIDY_INTERVAL_S = 5.0
 SAVE_INTERVAL_S = 20.0
 """Interval between states of a busy model; a successor repeats later commands."""
 
@@ -33,7 +34,7 @@ class TinkerLearner:
         self._unsaved: dict[str, float] = {}
         """Models with unsaved commands, and since when."""
         self._is_stopped = False
-        self._closed_at = 0.0
+        self._tidied_at = 0.0
 
     def stop(self) -> None:
         self._is_stopped = True
@@ -55,7 +56,7 @@ class TinkerLearner:
                 if self._apply_next(model_id):
                     self._busy[model_id] = None
             self._save_due()
-            self._close_ended()
+            self._tidy()
         for model_id in list(self._unsaved):
             self._save(model_id)
 
@@ -73,7 +74,8 @@ class TinkerLearner:
         else:
             outcomes = [self._executor.apply(queued)]
         for each, outcome in zip(commands, outcomes, strict=True):
-            self._log.commit(each.model_id, each.record.owner, each.seq_id, outcome.result, outcome.writes)
+            owner = each.record.owner
+            self._log.commit(each.model_id, owner, each.seq_id, outcome.result, outcome.writes, outcome.discarded)
             self._unsaved.setdefault(each.model_id, time.monotonic())
             if each is not queued:
                 self._busy.move_to_end(each.model_id)
@@ -117,11 +119,17 @@ class TinkerLearner:
             if now - since >= SAVE_INTERVAL_S:
                 self._save(model_id)
 
+    def _tidy(self) -> None:
+        if time.monotonic() - self._tidied_at < TIDY_INTERVAL_S:
+            return
+        self._tidied_at = time.monotonic()
+        self._close_ended()
+        for folder in self._log.unused_folders():
+            shutil.rmtree(folder, ignore_errors=True)
+            self._log.forget_folder(folder)
+
     def _close_ended(self) -> None:
         """Close the models of ended sessions, once their commands are applied, and delete what is theirs."""
-        if time.monotonic() - self._closed_at < CLOSE_INTERVAL_S:
-            return
-        self._closed_at = time.monotonic()
         for session_id, model_ids in self._log.ended().items():
             closed = [model_id for model_id in model_ids if self._log.close(model_id)]
             for model_id in closed:

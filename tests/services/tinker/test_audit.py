@@ -53,6 +53,16 @@ def test_each_command_once_is_proven(evidence: CommandEvidence) -> None:
     assert find_problems(evidence) == []
 
 
+def test_a_refused_step_may_clear_its_gradient(evidence: CommandEvidence) -> None:
+    """As it was not finite; nothing else of a refused step may change."""
+    refused = entry("optim_step", 1, 0, is_refused=True)
+    commands = {**evidence.commands, 7: refused, 8: entry("forward_backward", 1, 2, 2)}
+    cleared = replace(evidence, applied=8, commands=commands, sampled=frozenset({0}))
+    assert find_problems(cleared) == []
+    for wrong in ({"version": 2}, {"num_sequences": 3}):
+        assert find_problems(with_command(cleared, 7, **wrong))
+
+
 def test_a_command_without_an_entry_is_named(evidence: CommandEvidence) -> None:
     assert find_problems(replace(evidence, applied=9))[0].startswith("command 8 has no entry, 2 in all")
 

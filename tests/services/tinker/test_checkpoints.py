@@ -1,18 +1,29 @@
 """Expiry, deletion and copies of checkpoints over a real Redis, whoever dies or repeats when."""
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 from msgspec.structs import replace
+from redis import Redis
 
 from offbeat.services.redis.connection import connect, connect_async
 from offbeat.services.tinker.config import TinkerConfig
 from offbeat.services.tinker.errors import NotFoundError, TinkerError
-from offbeat.services.tinker.records import AdapterVersion, CheckpointRecord, Lora, ModelRecord
+from offbeat.services.tinker.log import CommandLog
+from offbeat.services.tinker.records import (
+    AdapterVersion,
+    CheckpointRecord,
+    LoadWeights,
+    Lora,
+    ModelRecord,
+    SamplerRecord,
+    SaveWeights,
+    encode_command,
+)
 from offbeat.services.tinker.schemas import CopyWeightsBody
 from offbeat.services.tinker.service import TinkerService
 from tests.services.tinker.test_app import make_service
@@ -46,6 +57,12 @@ class Saved:
         return await self.store.find(self.store.keys.checkpoints, PATH, CheckpointRecord)
 
 
+@pytest.fixture
+def redis(redis_url: str) -> Iterator[Redis]:
+    with connect(redis_url) as redis:
+        yield redis
+
+
 @pytest_asyncio.fixture
 async def saved(redis_url: str, tmp_path: Path) -> AsyncIterator[Saved]:
     redis = connect_async(redis_url)
@@ -55,7 +72,7 @@ async def saved(redis_url: str, tmp_path: Path) -> AsyncIterator[Saved]:
     await redis.aclose()
 
 
-async def test_an_expired_checkpoint_is_not_found_and_then_deleted(saved: Saved) -> None:
+async def test_an_expired_checkpoint_is_not_found_and_then_deleted(saved: Saved, redis: Redis) -> None:
     """Its time is in Redis, so that any later server deletes it."""
     await saved.save(expires_at=time.time() - 1)
     with pytest.raises(NotFoundError):
@@ -64,10 +81,10 @@ async def test_an_expired_checkpoint_is_not_found_and_then_deleted(saved: Saved)
     async with saved.service.background():
 
         async def is_gone() -> bool:
-            return await saved.found() is None and not saved.folder.exists()
+            return await saved.found() is None
 
         await wait_until(is_gone)
-    assert await saved.store.discarded_folders() == []
+    assert CommandLog(redis, "test").unused_folders() == [str(saved.folder)]
 
 
 async def test_what_has_not_expired_stays(saved: Saved) -> None:
@@ -78,12 +95,28 @@ async def test_what_has_not_expired_stays(saved: Saved) -> None:
     assert await saved.found() == replace(record, expires_at=None)
 
 
-async def test_a_server_that_dies_while_it_deletes_leaves_no_files(saved: Saved) -> None:
+async def test_a_deleted_checkpoints_files_stay_until_nothing_can_read_or_write_them_again(
+    saved: Saved, redis: Redis
+) -> None:
     await saved.save()
-    await saved.store.change_checkpoint(OWNER, PATH, lambda _: None)  # dies here
-    assert saved.folder.exists()
-    await saved.checkpoints.delete_expired()
-    assert not saved.folder.exists()
+    log, keys = CommandLog(redis, "test"), saved.store.keys
+    assert log.unused_folders() == []
+    await saved.checkpoints.delete(OWNER, PATH)
+    for key, field, record in (
+        (keys.log(MODEL), "7", encode_command(LoadWeights(PATH, str(saved.folder), with_optimizer=True))),
+        (keys.log(MODEL), "3", encode_command(SaveWeights(name="a", kind="training"))),
+        (
+            keys.samplers,
+            "s:0",
+            SamplerRecord(owner=OWNER, adapter=AdapterVersion(folder=str(saved.folder), version=2)).encode(),
+        ),
+    ):
+        redis.hset(key, field, record)
+        assert log.unused_folders() == []
+        redis.hdel(key, field)
+    assert log.unused_folders() == [str(saved.folder)]
+    log.forget_folder(str(saved.folder))
+    assert log.unused_folders() == []
 
 
 async def test_a_checkpoint_that_is_overwritten_meanwhile_is_not_deleted(saved: Saved) -> None:

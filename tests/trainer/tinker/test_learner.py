@@ -1,6 +1,7 @@
 """The learner's loop on a real Redis: a successor repeats what has results as it was computed, shared passes too."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,10 +18,13 @@ from offbeat.services.tinker.records import (
     CreateModel,
     ForwardBackwardCommand,
     LearnerActivity,
+    LoadWeights,
     Lora,
     ModelRecord,
     OptimStep,
+    RefusedCommand,
     Result,
+    SaveWeights,
     SharedPass,
     StepMetrics,
     encode_command,
@@ -64,14 +68,22 @@ class StoppingLog(CommandLog):
         self.learner.stop()
         return set()
 
-    def commit(self, model_id: str, owner: str, seq_id: int, result: Result, writes: Sequence[Write] = ()) -> None:
+    def commit(
+        self,
+        model_id: str,
+        owner: str,
+        seq_id: int,
+        result: Result,
+        writes: Sequence[Write] = (),
+        discarded: str = "",
+    ) -> None:
         if seq_id <= self.applied(model_id):
             self.repeated.append((model_id, seq_id, result))
         elif not self._survives:
             raise KilledError
         else:
             self._survives -= 1
-        super().commit(model_id, owner, seq_id, result, writes)
+        super().commit(model_id, owner, seq_id, result, writes, discarded)
 
 
 @pytest.fixture
@@ -115,8 +127,19 @@ def submit(redis: Redis) -> None:
             redis.hset(keys.log(model_id), str(seq_id), encode_command(command))
 
 
-def run(log: StoppingLog, pool: AdapterPool, folder: Path, shared_pass_tokens: int = 500) -> None:
-    executor = Executor(pool, log, TinkerFolder(folder), LIMITS)
+def send(redis: Redis, model_id: str, sent: Sequence[Command], first: int = 0) -> None:
+    """Append commands to the log of a model, which is new if they are the first."""
+    keys = CommandLog(redis, "test").keys
+    record = ModelRecord(owner="owner", session_id="session", created_at=0.0, lora=Lora(rank=2, seed=1))
+    redis.hsetnx(keys.models, model_id, record.encode())  # type: ignore[arg-type]
+    for seq_id, command in enumerate(sent, first):
+        redis.hset(keys.log(model_id), str(seq_id), encode_command(command))
+
+
+def run(
+    log: StoppingLog, pool: AdapterPool, folder: Path, shared_pass_tokens: int = 500, limits: ExecutorLimits = LIMITS
+) -> None:
+    executor = Executor(pool, log, TinkerFolder(folder), limits)
     log.learner = TinkerLearner(log, executor, shared_pass_tokens)
     try:
         log.learner.run()
@@ -175,6 +198,55 @@ def test_a_gradient_that_is_added_twice_is_found(redis: Redis, pool: AdapterPool
         "command 2 (forward_backward) left version 0 and a gradient of 9" in each for each in problems(log, redis, "a")
     )
     assert problems(log, redis, "b") == []
+
+
+def test_a_model_on_disk_that_refused_a_command_takes_later_ones(
+    redis: Redis, pool: AdapterPool, tmp_path: Path
+) -> None:
+    """The state of `a` is of its first command: `b` has its place in memory, and a refusal needs no model."""
+    limits = replace(LIMITS, max_models=1)
+    send(redis, "a", [CreateModel(), RefusedCommand("bad name")])
+    send(redis, "b", [CreateModel()])
+    run(StoppingLog(redis), pool, tmp_path / "server", limits=limits)
+    send(redis, "a", [encode_request(make_data(("weights",)))], first=2)
+    run(log := StoppingLog(redis), pool, tmp_path / "server", limits=limits)
+    assert log.applied("a") == 2
+    assert log.logged("a") == []
+
+
+def test_a_successor_loads_what_was_deleted_after_its_load(redis: Redis, pool: AdapterPool, tmp_path: Path) -> None:
+    """The learner dies after it has loaded a checkpoint, whose deletion follows: the files stay until a state contains
+    the load.
+    """
+    folder = tmp_path / "server" / "checkpoints" / "a" / "weights" / "x@3"
+    data = [encode_request(make_data(("weights",), seed=seed)) for seed in range(2)]
+    step = OptimStep(learning_rate=1e-2)
+    load = LoadWeights("tinker://a/weights/x", str(folder), with_optimizer=True)
+    send(redis, "a", [CreateModel(), data[0], step, SaveWeights("x"), data[1], step, load, data[1], step, step])
+    with pytest.raises(KilledError):
+        run(log := StoppingLog(redis, 9), pool, tmp_path / "server")
+    stored = [redis.get(log.keys.result(request_id_of("a", seq_id))) for seq_id in range(9)]
+    redis.hdel(log.keys.checkpoints, "tinker://a/weights/x")
+    redis.sadd(log.keys.discarded_folders, str(folder))
+    run(log := StoppingLog(redis), pool, tmp_path / "server")
+    assert [result.encode() for _, _, result in log.repeated] == stored
+    assert log.unused_folders() == [str(folder)]
+    run(log := StoppingLog(redis), pool, tmp_path / "server")
+    assert (log.unused_folders(), folder.exists()) == ([], False)
+
+
+def test_a_replaced_checkpoints_files_are_removed(redis: Redis, pool: AdapterPool, tmp_path: Path) -> None:
+    """Once the load that was accepted before is in a state on disk."""
+    folder = tmp_path / "server" / "checkpoints" / "a" / "weights"
+    load = LoadWeights("tinker://a/weights/x", str(folder / "x@1"), with_optimizer=True)
+    send(redis, "a", [CreateModel(), SaveWeights("x"), SaveWeights("x", should_overwrite=True), load])
+    run(log := StoppingLog(redis), pool, tmp_path / "server")
+    loaded: Any = redis.get(log.keys.result(request_id_of("a", 3)))
+    assert b"error" not in Result.decode(loaded).body
+    assert {path.name for path in folder.iterdir()} == {"x@1", "x@2"}
+    run(log, pool, tmp_path / "server")
+    assert {path.name for path in folder.iterdir()} == {"x@2"}
+    assert not redis.exists(log.keys.discarded_folders)
 
 
 def test_models_share_passes_within_the_limit(redis: Redis, pool: AdapterPool, tmp_path: Path) -> None:
