@@ -292,7 +292,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout", "submitted/{result}", "episodes", "Submitted trajectories by the buffer's answer."),
     Metric("rollout", "cancelled", "episodes", "Episodes that were cancelled."),
     Metric("rollout", "playing", "episodes", "Episodes that a worker is playing."),
-    Metric("rollout", "hung_threads", "threads", "Threads whose env never returned."),
+    Metric("rollout", "hung_threads", "threads", "Threads whose env or reward has not returned."),
     Metric(
         "rollout", "generation_calls", "requests", "Calls of the generation service; each samples a batch of turns."
     ),

@@ -17,6 +17,7 @@ from offbeat.services.reward.client import DEPLOYMENT
 from offbeat.services.reward.config import AnyReward
 from offbeat.services.reward.errors import RewardError
 from offbeat.services.reward.factory import build_function
+from offbeat.services.reward.function import MAX_HUNG_THREADS, count_hung
 from offbeat.services.reward.kinds.llm_judge import LlmJudge
 from offbeat.services.reward.reply import encode_failure, encode_score
 from offbeat.services.reward.sample import decode_sample
@@ -52,6 +53,8 @@ class RewardDeployment:
 
     async def check_health(self) -> None:
         """Raise if Serve must replace the replica."""
+        if (num_hung := count_hung(self._function)) >= MAX_HUNG_THREADS:
+            raise RuntimeError(f"{num_hung} calls hang")
         if isinstance(self._function, LlmJudge):
             await self._function.check()
 

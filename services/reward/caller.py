@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from hashlib import blake2b
 
 from offbeat.services.reward.errors import ATTEMPTED_AGAIN, Failure, RewardError
-from offbeat.services.reward.function import RewardFunction, read_number
+from offbeat.services.reward.function import RewardFunction, count_hung, read_number
 from offbeat.services.reward.kinds.config import RewardConfig
 from offbeat.services.reward.sample import RewardSample, encode_sample
 
@@ -29,6 +29,10 @@ class RewardCaller:
         """Attempts without a value, by reason."""
         self._cache: OrderedDict[bytes, float] = OrderedDict()
         self._running: dict[bytes, asyncio.Task[float]] = {}
+
+    @property
+    def num_hung(self) -> int:
+        return count_hung(self._function)
 
     async def score(self, sample: RewardSample) -> float:
         """Return a finite score; raises RewardError."""

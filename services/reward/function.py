@@ -9,6 +9,7 @@ from offbeat.services.reward.sample import RewardSample
 from offbeat.services.threads import DaemonThreads, HungError
 
 MAX_HUNG_THREADS = 64
+"""Number at which the process is to be replaced."""
 
 
 class RewardFunction(Protocol):
@@ -29,9 +30,13 @@ class ThreadedFunction:
         self._threads = DaemonThreads(num_threads)
         self._timeout_s = timeout_s
 
+    @property
+    def num_hung(self) -> int:
+        return self._threads.num_hung
+
     async def score(self, sample: RewardSample) -> float:
-        if self._threads.num_hung >= MAX_HUNG_THREADS:
-            raise RewardError(Failure.TIMEOUT, f"{self._threads.num_hung} earlier calls hang")
+        if self.num_hung >= MAX_HUNG_THREADS:
+            raise RewardError(Failure.TIMEOUT, f"{self.num_hung} earlier calls hang")
         try:
             return await self._threads.run(lambda: self._score(sample), self._timeout_s)
         except HungError as error:
@@ -39,6 +44,11 @@ class ThreadedFunction:
 
     async def close(self) -> None:
         self._threads.close()
+
+
+def count_hung(function: RewardFunction) -> int:
+    """Return the threads whose call timed out and has not returned."""
+    return function.num_hung if isinstance(function, ThreadedFunction) else 0
 
 
 def require_truth(sample: RewardSample) -> Any:

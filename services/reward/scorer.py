@@ -41,6 +41,10 @@ class RewardScorer:
         """Raises RewardError."""
         return await self._callers[name].score(sample)
 
+    @property
+    def num_hung(self) -> int:
+        return sum(caller.num_hung for caller in self._callers.values())
+
     def take_failures(self) -> dict[str, int]:
         """Return and reset the attempts without a value, by `reward/reason`."""
         counts = {f"{name}/{reason}": n for name, each in self._callers.items() for reason, n in each.failures.items()}

@@ -136,7 +136,7 @@ class EnvWorkerActor:
             os._exit(1)
         await redis.aclose()
         if end is WorkerEnd.WORN_OUT:
-            logger.error("too many threads hang in envs; restarting the process")
+            logger.error("too many threads hang in envs or rewards; restarting the process")
             os._exit(1)
         logger.info("%s has stopped", self._name)
 

@@ -13,6 +13,7 @@ from offbeat.envs.prompts import ROW_IMAGE
 from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.messages.types import EpisodeKind, Trajectory
 from offbeat.services.reward.config import COLUMN, RewardsConfig
+from offbeat.services.reward.function import MAX_HUNG_THREADS
 from offbeat.services.reward.sample import RewardSample
 from offbeat.services.reward.scorer import RewardScorer
 from offbeat.services.rollout.data.config import DataConfig
@@ -46,6 +47,15 @@ class EpisodeRewards:
         success = self._success(trajectory.tag, values)
         metrics = {**trajectory.metrics, **columns, **({} if success is None else {SUCCESS: success})}
         return structs.replace(trajectory, turns=(*earlier, scored), metrics=metrics)
+
+    @property
+    def num_hung(self) -> int:
+        return self._scorer.num_hung
+
+    @property
+    def is_worn_out(self) -> bool:
+        """Return whether hanging threads require a new process."""
+        return self.num_hung >= MAX_HUNG_THREADS
 
     def take_failures(self) -> dict[str, int]:
         """Return and reset the attempts without a value, by `reward/reason`."""

@@ -222,7 +222,7 @@ class EnvWorker:
                 self._may_claim.clear()
             else:
                 self._may_claim.set()
-            if self._player.envs.is_worn_out:
+            if self._player.envs.is_worn_out or (self._rewards is not None and self._rewards.is_worn_out):
                 self._finish(WorkerEnd.WORN_OUT)
             await asyncio.sleep(interval_s)
 
@@ -246,7 +246,7 @@ class EnvWorker:
         calls, cpu_s = self._player.num_calls, time.process_time()
         records = self._reporter.records(
             playing=len(self._playing),
-            hung_threads=self._player.envs.num_hung,
+            hung_threads=self._player.envs.num_hung + (self._rewards.num_hung if self._rewards is not None else 0),
             calls=calls - self._calls_reported,
             cpu_s=cpu_s - self._cpu_reported_s,
             failed_attempts=self._rewards.take_failures() if self._rewards is not None else {},

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -16,6 +17,7 @@ from offbeat.services.reward.client import app_name
 from offbeat.services.reward.config import RewardsConfig
 from offbeat.services.reward.errors import Failure, RewardError
 from offbeat.services.reward.factory import make_scorer
+from offbeat.services.reward.function import MAX_HUNG_THREADS
 from offbeat.services.reward.scorer import RewardScorer
 from tests.services.reward.reward_models import write_reward_model
 from tests.services.reward.samples import sample
@@ -25,11 +27,12 @@ pytestmark = [pytest.mark.alone, pytest.mark.asyncio(loop_scope="module"), pytes
 RUN = f"rewards-{os.getpid()}"
 FUNCTIONS = "tests.services.reward.functions"
 SLOW = {"num_replicas": 1, "cpus_per_replica": 0.1, "max_concurrent": 2, "tags": ["slow"]}
+HANGING = {"max_concurrent": MAX_HUNG_THREADS, "tags": ["hanging"], "timeout_s": 0.5, "max_attempts": 1}
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardsConfig]:
-    """Two applications: a model of two replicas, and a function with two places."""
+    """A model of two replicas, a function with two places, and one with many and a short timeout."""
     folder, output_dir = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("run")
     write_reward_model(folder)
     model = {
@@ -41,12 +44,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardsConfig]:
     rewards = [
         {**model, "num_replicas": 2, "cpus_per_replica": 0.1, "cache_size": 0},
         {**SLOW, "name": "slow", "kind": "function", "path": f"{FUNCTIONS}:sleep_as_told", "timeout_s": 2.0},
+        {**SLOW, **HANGING, "name": "hanging", "kind": "function", "path": f"{FUNCTIONS}:sleep_as_told"},
         {"name": "local", "kind": "regex", "pattern": "a"},
     ]
     config = RewardsConfig.model_validate({"rewards": rewards}, strict=False)
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir="/tmp/offbeat-rw")
     try:
-        for reward in config.rewards[:2]:
+        for reward in config.rewards[:3]:
             app = build(reward, output_dir=output_dir, environment={})
             serve.run(app, name=app_name(RUN, reward.name), route_prefix=None)
         yield config
@@ -104,6 +108,18 @@ async def test_a_killed_replica_loses_no_score(scorer: RewardScorer):
     values = await asyncio.gather(*calls)
     for value, before in zip(values, expected, strict=True):
         assert value == pytest.approx(before, abs=1e-5)
+
+
+async def test_a_replica_whose_calls_hang_is_replaced(scorer: RewardScorer):
+    """Its threads would hang for a minute."""
+    calls = (scorer.score(sample("60", tag="hanging", truth=number)) for number in range(MAX_HUNG_THREADS))
+    failures = await asyncio.gather(*calls, return_exceptions=True)
+    assert {error.failure for error in failures if isinstance(error, RewardError)} == {Failure.TIMEOUT}
+    async with asyncio.timeout(40):
+        while True:
+            with suppress(RewardError):
+                assert await scorer.score_one("hanging", sample("0", tag="hanging")) == 1.0
+                return
 
 
 async def test_an_application_that_is_not_there_is_unavailable(config: RewardsConfig):

@@ -12,9 +12,11 @@ from tokenizers import Tokenizer
 
 from offbeat.services.messages.types import EpisodeKind, EpisodeTask, GenerateRequest, StopReason
 from offbeat.services.reward.config import RewardsConfig
+from offbeat.services.reward.function import MAX_HUNG_THREADS
 from offbeat.services.reward.sample import RewardSample
 from offbeat.services.rollout.config import CustomEnv, RolloutConfig
 from offbeat.services.rollout.data.config import DataConfig
+from offbeat.services.rollout.worker import WorkerEnd
 from tests.fakes_rollout import FakeGeneration
 from tests.services.rollout.worker_bench import group
 from tests.waiting import wait_until
@@ -35,6 +37,12 @@ async def wait_for_gate(sample: RewardSample) -> float:
     del sample
     while not GATE.is_set():  # noqa: ASYNC110 - an event of asyncio belongs to one test's loop
         await asyncio.sleep(0.005)
+    return 1.0
+
+
+def hang(sample: RewardSample) -> float:
+    del sample
+    GATE.wait()
     return 1.0
 
 
@@ -121,6 +129,20 @@ async def test_a_failed_reward_fails_the_episode_by_reason(bench, saying, tmp_pa
     assert report["key"] == "rewards"
     assert "reward broken: " in report["error"]
     assert "KeyError: 'Left'" in report["error"]
+
+
+async def test_a_worker_whose_rewards_hang_asks_to_be_replaced(bench, saying, tmp_path: Path):
+    hanging = {"name": "hanging", "kind": "function", "path": HERE + "hang", "timeout_s": 0.1, "max_attempts": 1}
+    tasks = [task for number in range(MAX_HUNG_THREADS // 2) for task in group(number)]
+    async with bench(*tasks, generation=saying("Left"), **settings(tmp_path, hanging)) as b:
+        async with asyncio.timeout(30):
+            assert await b.running is WorkerEnd.WORN_OUT
+        GATE.set()
+    assert {reason for _, reason in b.buffer.failed} == {"reward_timeout"}
+    assert len(b.buffer.failed) < len(tasks)
+    assert b.buffer.released == 1
+    hung = [record.values["hung_threads"].value for record in b.metrics.records if "hung_threads" in record.values]
+    assert max(hung) == MAX_HUNG_THREADS
 
 
 async def test_a_cancelled_episode_leaves_its_reward(bench, saying, tmp_path: Path):
