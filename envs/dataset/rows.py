@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from offbeat.envs.optional_imports import require
 
@@ -55,8 +55,30 @@ def load_rows(path: Path, question_key: str, answer_key: str, split: str) -> Row
 
 
 def read_table(path: Path, key: str = "dataset_name") -> Any:
-    """Load a `datasets.Dataset`; raises ValueError, with the setting's key, if unreadable."""
+    """Load a `datasets.Dataset`, with images as stored; raises ValueError, with the setting's key, if unreadable."""
     datasets = require("datasets", "data")
+    table = _load_table(datasets, path, key)
+    _leave_images_encoded(datasets, table.info.features)
+    return table
+
+
+def _leave_images_encoded(datasets: Any, feature: Any) -> None:
+    """Turn off the decoding of images at any depth, which would read any path and download URLs."""
+    match feature:
+        case datasets.Image():
+            feature.decode = False
+        case dict():
+            for each in cast(dict[str, Any], feature).values():
+                _leave_images_encoded(datasets, each)
+        case list():
+            _leave_images_encoded(datasets, feature[0])
+        case object(feature=each):
+            _leave_images_encoded(datasets, each)
+        case _:
+            pass
+
+
+def _load_table(datasets: Any, path: Path, key: str) -> Any:
     if path.is_dir():
         try:
             dataset = datasets.load_from_disk(str(path))

@@ -104,6 +104,36 @@ def test_an_image_is_a_path_bytes_or_a_data_url(policy: Path, folder: Path) -> N
     assert image.png == picture(1)
 
 
+@pytest.mark.parametrize("name", ["rows.parquet", "saved"])
+def test_an_image_column_of_datasets_is_read_as_it_is_stored(policy: Path, folder: Path, name: str) -> None:
+    """`datasets` would decode it."""
+    datasets = pytest.importorskip("datasets")
+    stored = {"bytes": picture(1), "path": None}
+    table = datasets.Dataset.from_list([{"prompt": [ASK], "response": "Left", "one": stored, "images": [stored]}])
+    table = table.cast_column("one", datasets.Image()).cast_column("images", datasets.Sequence(datasets.Image()))
+    table.to_parquet(folder / "rows.parquet")
+    table.save_to_disk(folder / "saved")
+    for key in ("one", "images"):
+        config = DataConfig(dataset_name=folder / name, images_key=key)
+        (segment,) = DataSource(config, "sft", policy, seed=0, max_tokens=64).trajectory(0, 0, 0).segments
+        assert [image.png for image in segment.images] == [picture(1)]
+
+
+def test_an_image_column_of_datasets_names_files_of_its_folder_alone(policy: Path, folder: Path) -> None:
+    (folder / "inner").mkdir()
+    datasets = pytest.importorskip("datasets")
+    row = {"prompt": [ASK], "response": "Left", "images": {"bytes": None, "path": str(folder / "one.png")}}
+    table = datasets.Dataset.from_list([row]).cast_column("images", datasets.Image())
+    sources: list[DataSource] = []
+    for place in (folder, folder / "inner"):
+        table.to_parquet(place / "rows.parquet")
+        config = DataConfig(dataset_name=place / "rows.parquet")
+        sources.append(DataSource(config, "sft", policy, seed=0, max_tokens=64))
+    assert sources[0].trajectory(0, 0, 0).segments[0].images[0].png == picture(1)
+    with pytest.raises(EpisodeError, match="outside the dataset's folder"):
+        sources[1].trajectory(0, 0, 0)
+
+
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
