@@ -22,7 +22,7 @@ FENCED = fenced_pattern("python3?|py3?")
 
 class CodeConfig(QuestionsConfig):
     """`answer_key` names the column of tests: `assert` lines (MBPP) or `{"inputs": [...], "outputs": [...]}` of stdin and
-    stdout (APPS), as a value or JSON text.
+    stdout or, with `fn_name`, of calls (APPS), as a value or JSON text.
     """
 
     answer_key: str = "tests"
@@ -83,12 +83,29 @@ def read_tests(tests: Any) -> list[tuple[str, str, str | None]]:
             tests = [tests]
     parsed: list[tuple[str, str, str | None]]
     if isinstance(tests, Mapping):
-        pairs = cast(Mapping[str, Sequence[object]], tests)
-        parsed = [
-            ("", str(test_input), str(out)) for test_input, out in zip(pairs["inputs"], pairs["outputs"], strict=True)
-        ]
+        table = cast(Mapping[str, Any], tests)
+        name = table.get("fn_name")
+        pairs = zip(table["inputs"], table["outputs"], strict=True)
+        if name:
+            parsed = [(write_call(str(name), arguments, out), "", None) for arguments, out in pairs]
+        else:
+            parsed = [("", str(test_input), str(out)) for test_input, out in pairs]
     else:
         parsed = [(str(line), "", None) for line in cast(Sequence[object], tests)]
     if not parsed:
         raise ValueError("the task has no tests: each row needs at least one")
     return parsed
+
+
+def write_call(name: str, arguments: Any, output: Any) -> str:
+    """Return a test of one call; `Solution.f` is a method. Raises ValueError.
+
+    arguments: a list, or text with a JSON value per line, as the output then is JSON.
+    """
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(f"{name!r} is no function's name")
+    values = [json.loads(line) for line in arguments.splitlines()] if isinstance(arguments, str) else list(arguments)
+    expected = json.loads(output) if isinstance(output, str) and isinstance(arguments, str) else output
+    owner, _, method = name.rpartition(".")
+    function = f"{owner}().{method}" if owner else name
+    return f"assert {function}({', '.join(map(repr, values))}) == {expected!r}"

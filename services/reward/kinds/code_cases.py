@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from offbeat.envs.dataset.code import write_call
 from offbeat.services.reward.errors import Failure, RewardError
 from offbeat.services.reward.kinds.config import CodeSandboxConfig
 from offbeat.services.reward.sample import RewardSample
@@ -91,7 +92,7 @@ def _cases(value: Any, kind: str, sample: RewardSample) -> Iterator[Case]:
             if not name:
                 raise ValueError(f"a function's cases need its name, as one of {', '.join(FUNCTION_KEYS)}")
             for arguments, output in _pairs(value):
-                yield AssertCase(_equation(name, arguments, output))
+                yield AssertCase(write_call(name, arguments, output))
 
 
 def _pairs(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -117,18 +118,7 @@ def _text(value: Any) -> str:
 
 def _function_name(first: Mapping[str, Any], sample: RewardSample) -> str:
     names = (source.get(key) for source in (first, sample.row) for key in FUNCTION_KEYS)
-    name = str(next((name for name in names if name), ""))
-    if not all(part.isidentifier() for part in name.split(".")) and name:
-        raise ValueError(f"{name!r} is no function's name")
-    return name
-
-
-def _equation(name: str, arguments: Any, output: Any) -> str:
-    """Return a test of one call; `Solution.f` is a method."""
-    values = [json.loads(line) for line in arguments.splitlines()] if isinstance(arguments, str) else list(arguments)
-    expected = json.loads(output) if isinstance(output, str) and isinstance(arguments, str) else output
-    function = f"{name.rpartition('.')[0]}().{name.rpartition('.')[2]}" if "." in name else name
-    return f"assert {function}({', '.join(map(repr, values))}) == {expected!r}"
+    return str(next((name for name in names if name), ""))
 
 
 def _assertions(code: str) -> list[str]:

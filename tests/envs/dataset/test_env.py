@@ -140,6 +140,23 @@ def test_programs_may_read_stdin_and_print(tmp_path: Path):
     assert feedback == "printed '3\\n', not '10'"
 
 
+@needs_sandbox
+@pytest.mark.parametrize("name", ["double", "Solution.double"])
+def test_programs_may_be_tested_by_calls_of_a_function(tmp_path: Path, name: str):
+    tests = json.dumps({"fn_name": name, "inputs": [[2], [[1]]], "outputs": [4, [1, 1]]})
+    env = make("code", dataset_name=write(tmp_path / "apps.jsonl", [{"question": "?", "tests": tests}]), split="any")
+    env.reset(seed=0)
+    method = "```python\nclass Solution:\n    def double(self, x):\n        return {}\n```"
+    program = CODE if name == "double" else method
+    assert judged(env, program.format("2 * x")) == (1.0, True, True)
+    assert judged(env, program.format("x * x if x == 2 else x")) == (0.0, False, True)
+
+
+def test_a_function_of_calls_has_a_name():
+    with pytest.raises(ValueError, match="'f; print' is no function's name"):
+        read_tests({"fn_name": "f; print", "inputs": [[1]], "outputs": [1]})
+
+
 def test_parquet_csv_and_saved_folders_are_read(tmp_path: Path):
     datasets = pytest.importorskip("datasets")
     table = datasets.Dataset.from_dict({"question": ["a", "b"], "answer": ["1", "2"]})
