@@ -33,7 +33,7 @@ class QuestionsConfig(Config):
     answer_key: str = "answer"
     """Column names."""
     prompt: str = "{question}"
-    """Evaluation data set; None holds out one question in eight."""
+    """Observation; `{question}` is the row's question."""
     split: Literal["train", "held_out", "any"] = "train"
     """Training never uses held-out questions."""
     format_penalty: float = Field(default=0.0, le=0)

@@ -2,8 +2,10 @@
 
 from typing import Annotated, Any
 
+import pytest
 from pydantic import ConfigDict, Field, create_model
 
+from offbeat.envs import registry
 from offbeat.envs.config import Config, DocumentedModel
 
 
@@ -72,3 +74,10 @@ def test_a_model_without_source_has_no_descriptions():
 def test_no_source_is_read_before_a_schema_is_made():
     assert not Config.model_config.get("use_attribute_docstrings")
     assert MapSize.model_fields["side"].description is None
+
+
+@pytest.mark.parametrize("name", registry.BUILT_IN)
+def test_a_description_is_of_one_setting_alone(name: str):
+    factory: Any = registry.find_factory(name)
+    described = [text for text in descriptions(factory.config_class).values() if text is not None]
+    assert sorted(described) == sorted(set(described))
