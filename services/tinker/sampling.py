@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from offbeat.services.errors import GenerationError, WeightsError
-from offbeat.services.generation.engine import MostLikely, PromptScores, TopCompletion
+from offbeat.services.generation.engine import EndCheck, MostLikely, PromptScores, TopCompletion
 from offbeat.services.messages.types import GenerateRequest, Sampling
 from offbeat.services.tinker.errors import TinkerError
 from offbeat.services.tinker.records import AdapterVersion
@@ -28,7 +28,9 @@ BASE_VERSION = 0
 class AdapterEngine(Protocol):
     """Engine that samples the base model, or an adapter by name."""
 
-    async def generate_with_top(self, request: GenerateRequest, adapter: str, num_top: int) -> TopCompletion: ...
+    async def generate_with_top(
+        self, request: GenerateRequest, adapter: str, num_top: int, is_end: EndCheck | None = None
+    ) -> TopCompletion: ...
 
     async def score(self, prompt: Sequence[int], adapter: str = "", num_top: int = 0) -> PromptScores: ...
 
@@ -146,8 +148,10 @@ class Sampler:
             stop_token_ids=rules.token_ids,
         )
         requests = [GenerateRequest(f"{request_id}:{i}", prompt, sampling) for i in range(body.num_samples)]
-        num_top = body.topk_sample_logprobs
-        answers = await asyncio.gather(*(self._engine.generate_with_top(each, adapter, num_top) for each in requests))
+        num_top, is_end = body.topk_sample_logprobs, rules.is_end if rules.texts else None
+        answers = await asyncio.gather(
+            *(self._engine.generate_with_top(each, adapter, num_top, is_end) for each in requests)
+        )
         sequences = [_cut(answer, rules) for answer in answers]
         num_top = body.topk_prompt_logprobs
         if not body.prompt_logprobs and not num_top:

@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+MARGIN_TOKENS = 8
+"""Tokens that are decoded before those of a stop text, as some have no text of their own."""
+
 
 class StopRules:
     def __init__(
@@ -15,6 +18,11 @@ class StopRules:
         tokens = [each for each in given if isinstance(each, int)]
         self.token_ids = tuple(tokens) if stop is not None and not self.texts else tuple(end_ids)
         """Of the engine."""
+        self._num_last = MARGIN_TOKENS + max((len(each.encode()) for each in self.texts), default=0)
+
+    def is_end(self, tokens: Sequence[int]) -> bool:
+        """Return whether the last tokens contain a stop text."""
+        return self._contains_stop(tokens[-self._num_last :]) and self._contains_stop(tokens)
 
     def find_end(self, tokens: Sequence[int]) -> int | None:
         """Return the number of tokens up to the first stop text, if any."""

@@ -113,6 +113,16 @@ async def test_sampled_tokens_have_the_top_tokens_of_their_places(engine: Engine
     torch.testing.assert_close(torch.tensor([each.logprobs for each in top]), best, rtol=1e-5, atol=FLOAT_NOISE)
 
 
+async def test_an_answer_ends_where_its_caller_finds_the_end(engine: Engine) -> None:
+    """vLLM samples some tokens more."""
+    request = GenerateRequest("r", PROMPT, Sampling(max_new_tokens=400))
+    completion = (await engine.generate_with_top(request, "", 0, lambda tokens: len(tokens) >= 3)).completion
+    assert not completion.error
+    count = len(completion.token_ids)
+    assert count == 3 if isinstance(engine, HfEngine) else 3 <= count < 100
+    assert len(completion.logprobs) == completion.versions[-1].end == count
+
+
 async def test_an_adapter_is_replaced_under_running_requests(engine: Engine, policy: Path, tmp_path: Path) -> None:
     """Tokens know their version, and later requests reuse nothing of the older one."""
     models = [make_adapter(policy, tmp_path / f"v{i}", ["q_proj", "v_proj"], i) for i in range(2)]

@@ -19,7 +19,14 @@ import torch
 
 from offbeat.services.errors import GenerationError, RetryableError
 from offbeat.services.generation.config import GenerationConfig
-from offbeat.services.generation.engine import LoadTimes, MostLikely, PromptScores, SessionCounts, TopCompletion
+from offbeat.services.generation.engine import (
+    EndCheck,
+    LoadTimes,
+    MostLikely,
+    PromptScores,
+    SessionCounts,
+    TopCompletion,
+)
 from offbeat.services.generation.hf.attention import KvCache
 from offbeat.services.generation.hf.layout import Chunk, StepLayout
 from offbeat.services.generation.hf.model import Adapter, PolicyModel, Route, Version
@@ -106,13 +113,15 @@ class HfEngine:
         del version  # that of a token is known from the pass that sampled it
         return (await self.generate_with_top(request, adapter, 0)).completion
 
-    async def generate_with_top(self, request: GenerateRequest, adapter: str, num_top: int) -> TopCompletion:
-        """Sample as `generate`, with the most likely tokens in each sampled one's place."""
+    async def generate_with_top(
+        self, request: GenerateRequest, adapter: str, num_top: int, is_end: EndCheck | None = None
+    ) -> TopCompletion:
+        """Sample as `generate`, with the most likely tokens in each sampled one's place. is_end: called after each."""
         if problem := self._problem(request, adapter):
             return TopCompletion(Completion(request.request_id, error=problem))
         self._raise_if_dead()
         limit = min(request.sampling.max_new_tokens, self._context - len(request.prompt))
-        sequence = RunningSequence(request, limit, list(request.prompt), adapter, num_top=num_top)
+        sequence = RunningSequence(request, limit, list(request.prompt), adapter, num_top=num_top, is_end=is_end)
         answer = self._answers[sequence] = asyncio.get_running_loop().create_future()
         self._scheduler.add(sequence)
         self._submitted.set()

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from offbeat.services.generation.engine import MostLikely
+from offbeat.services.generation.engine import EndCheck, MostLikely
 from offbeat.services.generation.hf.rows import CHUNK, CacheRow, RowStore
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, VersionSpan
 
@@ -36,10 +36,15 @@ class RunningSequence:
     num_top: int = 0
     """Most likely tokens to report by sampled token."""
     top: list[MostLikely] = field(default_factory=list[MostLikely])
+    is_end: EndCheck | None = None
 
     @property
     def num_sampled(self) -> int:
         return len(self.logprobs)
+
+    @property
+    def answer(self) -> list[int]:
+        return self.tokens[len(self.tokens) - self.num_sampled :]
 
     def add(self, token: int, logprob: float, version: int) -> None:
         place = self.num_sampled
@@ -51,15 +56,14 @@ class RunningSequence:
             self.versions.append(VersionSpan(place, place + 1, version))
 
     def finish_reason(self) -> FinishReason | None:
-        if self.tokens[-1] in self.request.sampling.stop_token_ids:
+        if self.tokens[-1] in self.request.sampling.stop_token_ids or (self.is_end and self.is_end(self.answer)):
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_sampled >= self.limit else None
 
     def completion(self, reason: FinishReason) -> Completion:
-        answer = tuple(self.tokens[len(self.tokens) - self.num_sampled :])
         return Completion(
             self.request.request_id,
-            answer,
+            tuple(self.answer),
             tuple(self.logprobs),
             tuple(self.versions),
             reason,

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from offbeat.services.errors import GenerationError, RetryableError, WeightsError
 from offbeat.services.generation.config import GenerationConfig
-from offbeat.services.generation.engine import LoadTimes, MostLikely, PromptScores, TopCompletion
+from offbeat.services.generation.engine import EndCheck, LoadTimes, MostLikely, PromptScores, TopCompletion
 from offbeat.services.generation.vllm.engine import VllmEngine, engine_failures, finish_reason, sampling_parameters
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, Sampling, VersionSpan
 
@@ -105,15 +105,23 @@ class VllmAdapterEngine:
         """Forget an adapter that no running request uses."""
         await self._finish(partial(self._drop, name))
 
-    async def generate_with_top(self, request: GenerateRequest, adapter: str, num_top: int) -> TopCompletion:
+    async def generate_with_top(
+        self, request: GenerateRequest, adapter: str, num_top: int, is_end: EndCheck | None = None
+    ) -> TopCompletion:
         """Sample, with the most likely tokens in each sampled one's place; refused requests yield `error`.
+
+        is_end: a few tokens may follow the end that it finds.
 
         Raises:
             RetryableError: the engine died.
         """
+        from vllm.sampling_params import RequestOutputKind
+
         parameters = sampling_parameters(request.sampling, num_logprobs=min(num_top, self._max_top))
+        if is_end:
+            parameters.output_kind = RequestOutputKind.CUMULATIVE
         try:
-            output, source = await self._run(request.request_id, request.prompt, adapter, parameters)
+            output, source = await self._run(request.request_id, request.prompt, adapter, parameters, is_end)
         except GenerationError as error:
             return TopCompletion(Completion(request.request_id, error=str(error)))
         (answer,) = output.outputs
@@ -151,7 +159,7 @@ class VllmAdapterEngine:
         self._engine.close()
 
     async def _run(
-        self, request_id: str, prompt: Sequence[int], name: str, parameters: Any
+        self, request_id: str, prompt: Sequence[int], name: str, parameters: Any, is_end: EndCheck | None = None
     ) -> tuple[Any, NamedAdapter]:
         """Return vLLM's output and the adapter; raises GenerationError, RetryableError."""
         from vllm.exceptions import VLLMClientError
@@ -166,7 +174,12 @@ class VllmAdapterEngine:
         try:
             with engine_failures():
                 sampling = self._llm.generate(tokens, parameters, request_id, lora_request=lora)
-                return [output async for output in sampling][-1], adapter
+                output: Any = None
+                async for output in sampling:
+                    if is_end and not output.finished and is_end(output.outputs[0].token_ids):
+                        is_end = None
+                        await self._engine.abort([request_id])
+                return output, adapter
         except (VLLMClientError, ValueError) as error:
             raise GenerationError(str(error)) from error
 

@@ -9,7 +9,7 @@ import pytest
 from tinker.proto.response_conv import deserialize_sample_response
 
 from offbeat.services.errors import MeshError, WeightsError
-from offbeat.services.generation.engine import MostLikely, PromptScores, TopCompletion
+from offbeat.services.generation.engine import EndCheck, MostLikely, PromptScores, TopCompletion
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, VersionSpan
 from offbeat.services.tinker.errors import QueueFullError, TinkerError, UnauthorizedError
 from offbeat.services.tinker.futures import SampleFutures
@@ -23,16 +23,21 @@ from tests.waiting import wait_until
 
 
 class FakeEngine:
-    """Answers 1, 2, 3, ...; calls are recorded."""
+    """Answers 1, 2, 3, ... and one more after an end; calls are recorded."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str]] = []
         self.requests: list[GenerateRequest] = []
+        self.num_sampled = 0
 
-    async def generate_with_top(self, request: GenerateRequest, adapter: str, num_top: int) -> TopCompletion:
+    async def generate_with_top(
+        self, request: GenerateRequest, adapter: str, num_top: int, is_end: EndCheck | None = None
+    ) -> TopCompletion:
         del adapter
         self.requests.append(request)
         count = request.sampling.max_new_tokens
+        ends = (number + 1 for number in range(1, count) if is_end and is_end(range(1, number + 1)))
+        count = self.num_sampled = next(ends, count)
         tokens = tuple(range(1, count + 1))
         spans = (VersionSpan(0, 2, 7), VersionSpan(2, count, 8))
         completion = Completion(request.request_id, tokens, (-0.5,) * count, spans, FinishReason.LENGTH)
@@ -181,8 +186,11 @@ def make_sampler(engine: FakeEngine) -> Sampler:
 
 
 async def test_samples_keep_versions_and_end_after_a_stop_text() -> None:
+    """The engine stops there; what it sampled beyond is cut."""
     engine = FakeEngine()
-    answer = await make_sampler(engine).sample(body(num_samples=2, sampling={"stop": ["3><4"]}), "r", "", None)
+    stop = {"stop": ["3><4"], "max_tokens": 60}
+    answer = await make_sampler(engine).sample(body(num_samples=2, sampling=stop), "r", "", None)
+    assert engine.num_sampled == 5
     assert answer.prompt_logprobs is None
     assert [(each.tokens, each.versions, each.stop_reason) for each in answer.sequences] == [
         ((1, 2, 3, 4), [7, 7, 8, 8], "stop")
@@ -230,6 +238,7 @@ def test_stops_are_those_of_the_sdk(stop: Any, token_ids: tuple[int, ...], end: 
     rules = StopRules(FakeTokenizer(), [50], stop)
     assert rules.token_ids == token_ids
     assert rules.find_end([1, 2, 3]) == end
+    assert rules.is_end([1, 2]) == (end == 2)
 
 
 async def _answer() -> Result:
