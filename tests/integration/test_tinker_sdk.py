@@ -300,7 +300,7 @@ def test_a_copy_outlives_its_source(server: RunningServer, clients: Clients) -> 
     assert listed.expires_at == listed.time + timedelta(seconds=HOUR_S)
     for path in (source, sampled):
         clients.rest.delete_checkpoint_from_tinker_path(path).result()
-    assert not files[0].exists()
+    wait_until_sync(lambda: not files[0].exists(), timeout_s=60)
     assert are_equal(adapter(server.folder, copy), kept)
     other = clients.service.create_training_client_from_state_with_optimizer(copy).result()
     assert are_equal(adapter(server.folder, other.save_state("same").result().path), kept)
