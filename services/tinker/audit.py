@@ -5,7 +5,7 @@ changes the weights and both counts alike, also in a learner that repeats comman
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from offbeat.services.tinker.records import AppliedCommand, CheckpointRecord, StepMetrics
@@ -18,22 +18,33 @@ ADAPTER = "adapter_model.safetensors"
 @dataclass(frozen=True, slots=True)
 class CommandEvidence:
     """applied: last acknowledged command, -1: none; commands, steps: by sequence id; checkpoints: by path;
-    sampled: versions of sampled tokens."""
+    sampled: versions of sampled tokens; diverged: repetitions that have left another state."""
 
     applied: int
     commands: Mapping[int, AppliedCommand]
     steps: Mapping[int, StepMetrics]
     checkpoints: Mapping[str, CheckpointRecord]
     sampled: frozenset[int] = frozenset()
+    diverged: Mapping[int, AppliedCommand] = field(default_factory=dict[int, AppliedCommand])
 
 
 def find_problems(evidence: CommandEvidence) -> list[str]:
-    return [*_check_order(evidence), *_check_weights(evidence), *_check_named(evidence)]
+    checks = (_check_order, _check_repeated, _check_weights, _check_named)
+    return [problem for check in checks for problem in check(evidence)]
 
 
 def _check_order(evidence: CommandEvidence) -> Iterator[str]:
     if missing := sorted(set(range(evidence.applied + 1)) - evidence.commands.keys()):
         yield f"command {missing[0]} has no entry, {len(missing)} in all: models of builds before this audit have none"
+
+
+def _check_repeated(evidence: CommandEvidence) -> Iterator[str]:
+    if evidence.diverged:
+        seq_id, repeated = min(evidence.diverged.items())
+        yield (
+            f"command {seq_id} ({repeated.kind}) was repeated after a kill and left version {repeated.version} and a "
+            f"gradient of {repeated.num_sequences} sequences, not what was acknowledged"
+        )
 
 
 def _check_weights(evidence: CommandEvidence) -> Iterator[str]:

@@ -89,6 +89,10 @@ class TinkerKeys:
         """Hash: sequence id -> `AppliedCommand`."""
         return self.key("applied_commands", model_id)
 
+    def diverged_commands(self, model_id: str) -> str:
+        """Hash: sequence id -> `AppliedCommand` of a repetition that has left another state than the command."""
+        return self.key("diverged_commands", model_id)
+
     def samples(self, model_id: str) -> str:
         """Hash: version:`sequences` or version:`tokens` -> number sampled."""
         return self.key("samples", model_id)

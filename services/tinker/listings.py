@@ -89,6 +89,7 @@ class TinkerListings:
             {int(seq_id): each for seq_id, each in steps.items() if int(seq_id) <= applied},
             {path: each for path, each in checkpoints.items() if each.model_id == model_id},
             sampled,
+            await self._store.diverged_commands(model_id),
         )
         problems = await asyncio.to_thread(find_problems, evidence)
         refused = sum(each.is_refused for each in evidence.commands.values())

@@ -4,6 +4,7 @@ Invariants: a model's commands are applied in the order of their sequence ids, e
 until a state on disk contains it; a superseded learner commits nothing.
 """
 
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from redis import Redis
 from offbeat.services.errors import FencedError
 from offbeat.services.tinker.keys import SERVERS, TinkerKeys
 from offbeat.services.tinker.records import (
+    AppliedCommand,
     CheckpointRecord,
     LearnerActivity,
     ModelRecord,
@@ -24,6 +26,8 @@ from offbeat.services.tinker.records import (
     StoredRecord,
     request_id_of,
 )
+
+logger = logging.getLogger(__name__)
 
 SCRIPTS = Path(__file__).parent / "lua"
 RESULT_EXPIRY_S = 24 * 3600
@@ -116,8 +120,8 @@ class CommandLog:
         result: Result,
         writes: Sequence[Write] = (),
         discarded: str = "",
-    ) -> None:
-        """Store a result with its writes, once; raises FencedError after a takeover.
+    ) -> bool:
+        """Store a result with its writes, unless one is stored; return whether it was. Raises FencedError after a takeover.
 
         discarded: folder of a replaced checkpoint.
         """
@@ -132,6 +136,19 @@ class CommandLog:
         )
         if int(status) < 0:
             raise FencedError("another learner serves this Tinker server")
+        return bool(status)
+
+    def compare_repeated(self, model_id: str, seq_id: int, repeated: AppliedCommand) -> None:
+        """Record a repetition that has left another state than the command did first."""
+        data = self._redis.hget(self.keys.applied_commands(model_id), seq_id)
+        if data is None:
+            return  # of an earlier build
+        first = msgspec.json.decode(data, type=AppliedCommand)
+        if not repeated.leaves_state_of(first):
+            logger.error(
+                "command %d (%s) of model %s has left another state after a kill", seq_id, first.kind, model_id
+            )
+            self._redis.hset(self.keys.diverged_commands(model_id), seq_id, repeated.encode())
 
     def unused_folders(self) -> list[str]:
         """Return folders of deleted and replaced checkpoints that no logged command writes or reads, and no sampling

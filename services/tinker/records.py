@@ -72,6 +72,12 @@ class AppliedCommand(StoredRecord, frozen=True, kw_only=True):
     """Sequences that the command has added to it."""
     is_refused: bool = False
 
+    def leaves_state_of(self, other: "AppliedCommand") -> bool:
+        """Return whether version and gradient are those of another entry, as far as both are known."""
+        if self.version is None or other.version is None:
+            return True
+        return (self.version, self.num_sequences) == (other.version, other.num_sequences)
+
 
 class LearnerActivity(StoredRecord, frozen=True, kw_only=True):
     """Command that the learner has taken up last."""

@@ -178,6 +178,11 @@ class TinkerStore:
         commands = await self.all(self.keys.applied_commands(model_id), AppliedCommand)
         return {int(seq_id): each for seq_id, each in commands.items()}
 
+    async def diverged_commands(self, model_id: str) -> dict[int, AppliedCommand]:
+        """Return the repetitions of commands that have left another state, by sequence id."""
+        commands = await self.all(self.keys.diverged_commands(model_id), AppliedCommand)
+        return {int(seq_id): each for seq_id, each in commands.items()}
+
     async def count_samples(self, model_id: str, sequences: Mapping[int, int], tokens: Mapping[int, int]) -> None:
         """Add sampled sequences and tokens, by version."""
         key = self.keys.samples(model_id)

@@ -67,13 +67,14 @@ class QueuedCommand:
 
 @dataclass(frozen=True, slots=True)
 class CommandOutcome:
-    """num_added: sequences added to the gradient; discarded: folder of a replaced checkpoint."""
+    """num_added: sequences added to the gradient; discarded: folder of a replaced checkpoint; applied: the entry."""
 
     result: Result
     writes: tuple[Write, ...] = ()
     discarded: str = ""
     num_added: int = 0
     is_refused: bool = False
+    applied: AppliedCommand | None = None
 
 
 class Executor:
@@ -183,7 +184,7 @@ class Executor:
             is_refused=outcome.is_refused,
         )
         write = Write.of(self._log.keys.applied_commands(queued.model_id), str(queued.seq_id), applied)
-        return replace(outcome, writes=(*outcome.writes, write))
+        return replace(outcome, writes=(*outcome.writes, write), applied=applied)
 
     def _apply(self, queued: QueuedCommand, command: Command) -> CommandOutcome:
         model_id, record, seq_id = queued.model_id, queued.record, queued.seq_id

@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict
 
 from offbeat.services.tinker.log import CommandLog
-from offbeat.trainer.tinker.executor import Executor, QueuedCommand
+from offbeat.trainer.tinker.executor import CommandOutcome, Executor, QueuedCommand
 from offbeat.trainer.tinker.shared_pass import GradientBatch
 
 logger = logging.getLogger(__name__)
@@ -74,12 +74,17 @@ class TinkerLearner:
         else:
             outcomes = [self._executor.apply(queued)]
         for each, outcome in zip(commands, outcomes, strict=True):
-            owner = each.record.owner
-            self._log.commit(each.model_id, owner, each.seq_id, outcome.result, outcome.writes, outcome.discarded)
+            self._commit(each, outcome)
             self._unsaved.setdefault(each.model_id, time.monotonic())
             if each is not queued:
                 self._busy.move_to_end(each.model_id)
         return True
+
+    def _commit(self, queued: QueuedCommand, outcome: CommandOutcome) -> None:
+        model_id, seq_id, owner = queued.model_id, queued.seq_id, queued.record.owner
+        is_first = self._log.commit(model_id, owner, seq_id, outcome.result, outcome.writes, outcome.discarded)
+        if not is_first and outcome.applied is not None:
+            self._log.compare_repeated(model_id, seq_id, outcome.applied)
 
     def _read_queued(self, model_id: str, seq_id: int, data: bytes) -> QueuedCommand:
         is_repeated = self._is_repeated(model_id, seq_id)

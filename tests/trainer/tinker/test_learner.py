@@ -1,5 +1,6 @@
 """The learner's loop on a real Redis: a successor repeats what has results as it was computed, shared passes too."""
 
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -76,14 +77,14 @@ class StoppingLog(CommandLog):
         result: Result,
         writes: Sequence[Write] = (),
         discarded: str = "",
-    ) -> None:
+    ) -> bool:
         if seq_id <= self.applied(model_id):
             self.repeated.append((model_id, seq_id, result))
         elif not self._survives:
             raise KilledError
         else:
             self._survives -= 1
-        super().commit(model_id, owner, seq_id, result, writes, discarded)
+        return super().commit(model_id, owner, seq_id, result, writes, discarded)
 
 
 @pytest.fixture
@@ -154,11 +155,17 @@ def results(log: CommandLog, redis: Redis) -> dict[str, bytes | None]:
 
 
 def problems(log: CommandLog, redis: Redis, model_id: str) -> list[str]:
-    """Return what the audit finds."""
+    """Return what the audit finds of a model of `submit`."""
+    evidence = read_evidence(log, redis, model_id)
+    assert (len(evidence.commands), len(evidence.steps)) == (NUM_COMMANDS // len(MODELS), STEPS)
+    return find_problems(evidence)
+
+
+def read_evidence(log: CommandLog, redis: Redis, model_id: str) -> CommandEvidence:
     applied = read(redis, log.keys.applied_commands(model_id), AppliedCommand)
     steps = read(redis, log.keys.metrics(model_id), StepMetrics)
-    assert (len(applied), len(steps)) == (NUM_COMMANDS // len(MODELS), STEPS)
-    return find_problems(CommandEvidence(log.applied(model_id), applied, steps, {}))
+    diverged = read(redis, log.keys.diverged_commands(model_id), AppliedCommand)
+    return CommandEvidence(log.applied(model_id), applied, steps, {}, diverged=diverged)
 
 
 def read(redis: Any, key: str, kind: type[RecordT]) -> dict[int, RecordT]:
@@ -233,6 +240,25 @@ def test_a_successor_loads_what_was_deleted_after_its_load(redis: Redis, pool: A
     assert log.unused_folders() == [str(folder)]
     run(log := StoppingLog(redis), pool, tmp_path / "server")
     assert (log.unused_folders(), folder.exists()) == ([], False)
+
+
+def test_a_repetition_that_leaves_another_state_is_found(redis: Redis, pool: AdapterPool, tmp_path: Path) -> None:
+    """Files that a command has loaded are lost before a successor repeats it."""
+    folder = tmp_path / "server" / "checkpoints" / "a" / "weights" / "x@1"
+    load = LoadWeights("tinker://a/weights/x", str(folder), with_optimizer=True)
+    data, step = encode_request(make_data(("weights",))), OptimStep(learning_rate=1e-2)
+    send(redis, "a", [CreateModel(), SaveWeights("x")])
+    run(StoppingLog(redis), pool, tmp_path / "server")
+    send(redis, "b", [CreateModel(), load, data, step, step])
+    with pytest.raises(KilledError):
+        run(StoppingLog(redis, 4), pool, tmp_path / "server")
+    shutil.rmtree(folder)
+    run(log := StoppingLog(redis), pool, tmp_path / "server")
+    assert find_problems(read_evidence(log, redis, "b"))[0] == (
+        "command 1 (load_weights) was repeated after a kill and left version 0 and a gradient of 0 sequences, not what was "
+        "acknowledged"
+    )
+    assert find_problems(read_evidence(log, redis, "a")) == []
 
 
 def test_a_replaced_checkpoints_files_are_removed(redis: Redis, pool: AdapterPool, tmp_path: Path) -> None:
