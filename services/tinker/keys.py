@@ -90,7 +90,7 @@ class TinkerKeys:
         return self.key("applied_commands", model_id)
 
     def diverged_commands(self, model_id: str) -> str:
-        """Hash: sequence id -> `AppliedCommand` of a repetition that has left another state than the command."""
+        """Hash: sequence id -> `AppliedCommand` of the first repetition that has left another state than the command."""
         return self.key("diverged_commands", model_id)
 
     def samples(self, model_id: str) -> str:

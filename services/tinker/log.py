@@ -139,33 +139,36 @@ class CommandLog:
         return bool(status)
 
     def compare_repeated(self, model_id: str, seq_id: int, repeated: AppliedCommand) -> None:
-        """Record a repetition that has left another state than the command did first."""
+        """Record the first repetition that has left another state than the command did."""
+        diverged = self.keys.diverged_commands(model_id)
         data = self._redis.hget(self.keys.applied_commands(model_id), seq_id)
         if data is None:
             return  # of an earlier build
         first = msgspec.json.decode(data, type=AppliedCommand)
-        if not repeated.leaves_state_of(first):
+        if not repeated.leaves_state_of(first) and not self._redis.exists(diverged):
             logger.error(
                 "command %d (%s) of model %s has left another state after a kill", seq_id, first.kind, model_id
             )
-            self._redis.hset(self.keys.diverged_commands(model_id), seq_id, repeated.encode())
+            self._redis.hset(diverged, seq_id, repeated.encode())
 
     def unused_folders(self) -> list[str]:
         """Return folders of deleted and replaced checkpoints that no logged command writes or reads, and no sampling
         session reads.
         """
-        discarded = [each.decode() for each in self._redis.smembers(self.keys.discarded_folders)]
-        if not discarded:
-            return []
+        discarded = self._redis.smembers(self.keys.discarded_folders)
+        samplers = self._redis.hvals(self.keys.samplers) if discarded else []
+        folders = [each.decode() for each in discarded if not any(each in sampler for sampler in samplers)]
+        if not folders:
+            return []  # without the logs, which may be large
         logs = {model_id: self._redis.hgetall(self.keys.log(model_id)) for model_id in self.model_ids()}
-        readers = [*self._redis.hvals(self.keys.samplers), *(each for log in logs.values() for each in log.values())]
 
         def is_used(folder: str) -> bool:
             path = Path(folder)
             model_id, seq_id = path.parents[1].name, path.name.rpartition("@")[2]
-            return seq_id.encode() in logs.get(model_id, ()) or any(folder.encode() in each for each in readers)
+            is_written = seq_id.encode() in logs.get(model_id, ())
+            return is_written or any(folder.encode() in each for log in logs.values() for each in log.values())
 
-        return [each for each in discarded if not is_used(each)]
+        return [each for each in folders if not is_used(each)]
 
     def forget_folder(self, folder: str) -> None:
         self._redis.srem(self.keys.discarded_folders, folder)

@@ -254,7 +254,9 @@ def test_a_repetition_that_leaves_another_state_is_found(redis: Redis, pool: Ada
         run(StoppingLog(redis, 4), pool, tmp_path / "server")
     shutil.rmtree(folder)
     run(log := StoppingLog(redis), pool, tmp_path / "server")
-    assert find_problems(read_evidence(log, redis, "b"))[0] == (
+    evidence = read_evidence(log, redis, "b")
+    assert list(evidence.diverged) == [1], "those after it follow from it"
+    assert find_problems(evidence)[0] == (
         "command 1 (load_weights) was repeated after a kill and left version 0 and a gradient of 0 sequences, not what was "
         "acknowledged"
     )
