@@ -72,10 +72,9 @@ def _leave_images_encoded(datasets: Any, feature: Any) -> None:
                 _leave_images_encoded(datasets, each)
         case list():
             _leave_images_encoded(datasets, feature[0])
-        case object(feature=each):
-            _leave_images_encoded(datasets, each)
         case _:
-            pass
+            if (each := getattr(feature, "feature", None)) is not None:
+                _leave_images_encoded(datasets, each)
 
 
 def _load_table(datasets: Any, path: Path, key: str) -> Any:
