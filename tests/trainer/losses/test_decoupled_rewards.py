@@ -160,8 +160,9 @@ def test_rounding_of_large_rewards_is_no_reward():
 def test_masked_groups_and_masked_episodes_are_as_if_computed():
     """`zero_variance: mask` gives the weights times advantages of `train`; an episode out of the loss still counts."""
     groups = [scored(n, members) for n, members in enumerate(VARIED)]
-    first, *others = groups[0].trajectories
-    groups[0] = replace(groups[0], trajectories=(replace(first, stop_reason=StopReason.MAX_LENGTH), *others))
+    for n in (0, 3):
+        first, *others = groups[n].trajectories
+        groups[n] = replace(groups[n], trajectories=(replace(first, stop_reason=StopReason.MAX_LENGTH), *others))
     everyone = config_of(zero_variance="train", max_len_mask=True)
     whole = build_targets(pack(groups), everyone)
     masking = config_of(zero_variance="mask", max_len_mask=True)

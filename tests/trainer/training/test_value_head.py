@@ -140,6 +140,14 @@ def test_the_token_budget_does_not_change_the_step(folder: Path, settings: dict[
         assert found[0][name].value == pytest.approx(found[1][name].value, abs=1e-6)
 
 
+def test_gauges_of_turn_values_cover_the_first_token_of_each_turn(folder: Path) -> None:
+    batches, _, _ = trainer(folder, config(gae_level="turn", value_clip=None))
+    gauges = train_on(batches, GROUPS, 0)
+    num_turns = sum(len(each.turns) for group in GROUPS for each in group.trajectories)
+    assert num_turns < gauges["tokens_trained"].total
+    assert gauges["critic/values/mean"].count == gauges["critic/returns/mean"].count == num_turns
+
+
 def test_warmup_trains_only_the_value_head(folder: Path) -> None:
     """The policy and its optimizer moments stay unchanged."""
     batches, engine, policy = trainer(folder, config(critic_warmup=3))
