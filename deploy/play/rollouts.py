@@ -18,7 +18,7 @@ from offbeat.services.messages.types import (
     Sampling,
     Trajectory,
 )
-from offbeat.services.rollout.agents.episode import AgentRuntime, play_with_agent
+from offbeat.services.rollout.agents.episode import AgentRuntime, agent_slot, play_with_agent
 from offbeat.services.rollout.envs.pool import EnvPool
 from offbeat.services.rollout.envs.runners import (
     EnvTraits,
@@ -150,7 +150,7 @@ async def _play(
 
     async def run(env: PlayableEnv, traits: EnvTraits, answers: Sample) -> Trajectory:
         try:
-            async with asyncio.timeout(target.env.episode_timeout_s):
+            async with agent_slot(runtime, plan.tag, plan.env), asyncio.timeout(target.env.episode_timeout_s):
                 if runtime is not None and plan.env.agent_runner is not None:
                     return await play_with_agent(plan, plan.env.agent_runner, env, traits, answers, runtime)
                 return await play(plan, env, traits, answers, chat)

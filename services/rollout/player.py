@@ -12,7 +12,7 @@ from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.errors import EpisodeError
 from offbeat.services.generation.client import GenerationClient
 from offbeat.services.messages.types import EpisodeKind, EpisodeTask, Sampling, Trajectory
-from offbeat.services.rollout.agents.episode import play_with_agent, runtime_for
+from offbeat.services.rollout.agents.episode import agent_slot, play_with_agent, runtime_for
 from offbeat.services.rollout.config import WorkerSettings
 from offbeat.services.rollout.data.prompts import PromptSource
 from offbeat.services.rollout.data.sampled import is_sampled, mark_given, sample_response
@@ -144,15 +144,16 @@ class EpisodePlayer:
 
     async def _play(self, task: EpisodeTask, env_task: Task, waiting: Waiting) -> Trajectory:
         rules = self._settings.custom_envs[env_task.tag]
-        limit = asyncio.timeout(None)
-        try:
-            async with limit:
-                with self._clock.limited(limit, rules.episode_timeout_s):
-                    return await self._play_once(task, env_task, waiting)
-        except TimeoutError:
-            if limit.expired():
-                raise EpisodeError("episode_timeout", f"not over in {rules.episode_timeout_s:g} s") from None
-            raise
+        async with agent_slot(self._agents, env_task.tag, rules):
+            limit = asyncio.timeout(None)
+            try:
+                async with limit:
+                    with self._clock.limited(limit, rules.episode_timeout_s):
+                        return await self._play_once(task, env_task, waiting)
+            except TimeoutError:
+                if limit.expired():
+                    raise EpisodeError("episode_timeout", f"not over in {rules.episode_timeout_s:g} s") from None
+                raise
 
     async def _play_once(self, task: EpisodeTask, env_task: Task, waiting: Waiting) -> Trajectory:
         leased = await self.envs.take(env_task.tag, task.kind)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from offbeat.envs.class_path import current_path
 from offbeat.services.rollout.agents.process import agent_environment
 from offbeat.services.rollout.agents.runner import is_coroutine
-from offbeat.services.rollout.config import AgentRunner
+from offbeat.services.rollout.config import AgentRunner, CustomEnv
 from offbeat.trainer.config.issue import ConfigIssue
 
 PYTHON_TIMEOUT_S = 30.0
@@ -38,6 +38,16 @@ def check_agent(tag: str, runner: AgentRunner) -> Iterator[ConfigIssue]:
         if not issues and runner.episodes_per_process > 1 and not _is_coroutine(runner.path):
             message = f"{runner.path} is no coroutine function: write `async def`, or leave it out"
             yield ConfigIssue(f"{key}.episodes_per_process", message)
+
+
+def check_time(tag: str, env: CustomEnv) -> Iterator[ConfigIssue]:
+    runner = env.agent_runner
+    if runner and "timeout_s" in runner.model_fields_set and runner.timeout_s > env.episode_timeout_s:
+        yield ConfigIssue(
+            f"custom_envs.{tag}.agent_runner.timeout_s",
+            f"the episode ends after episode_timeout_s, {env.episode_timeout_s:g} s: take at most that, or "
+            f"episode_timeout_s: {runner.timeout_s:g}",
+        )
 
 
 def import_problem(python: str, module: str) -> str:

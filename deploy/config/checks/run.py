@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from offbeat.deploy.config.checks.agents import check_agent, check_function
+from offbeat.deploy.config.checks.agents import check_agent, check_function, check_time
 from offbeat.deploy.config.checks.data import check_data, check_online, check_rows
 from offbeat.deploy.config.checks.devices import check_devices
 from offbeat.deploy.config.checks.episodes import check_episodes
@@ -210,6 +210,7 @@ def _check_env(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
         if env.agent_runner:
             on_step(f"custom_envs.{tag}.agent_runner", f"import of {env.agent_runner.path}")
             yield from check_agent(tag, env.agent_runner)
+            yield from check_time(tag, env)
         if env.max_tokens_per_step >= config.sequence_length:
             yield ConfigIssue(
                 f"custom_envs.{tag}.max_tokens_per_step",

@@ -7,6 +7,7 @@ only by `on_env_error` or `on_agent_error`; the key is revoked before the trajec
 import asyncio
 import time
 from collections.abc import Awaitable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,13 @@ def runtime_for(custom_envs: Mapping[str, CustomEnv], model_folder: Path) -> Age
     """
     parsers = {env.agent_runner.tool_call_parser for env in custom_envs.values() if env.agent_runner}
     return AgentRuntime({name: load_agent_template(model_folder, name) for name in parsers}) if parsers else None
+
+
+def agent_slot(runtime: AgentRuntime | None, tag: str, env: CustomEnv) -> AbstractAsyncContextManager[Any]:
+    """Return one of a tag's `num_agents`, to be waited for before the episode's time begins."""
+    if runtime is None or env.agent_runner is None:
+        return nullcontext()
+    return runtime.pool.limiter(tag, env.agent_runner)
 
 
 class HttpEnvSession:
@@ -161,22 +169,21 @@ class HttpEnvSession:
 async def play_with_agent(
     plan: EpisodePlan, runner: AgentRunner, env: PlayableEnv, traits: EnvTraits, sample: Sample, runtime: AgentRuntime
 ) -> Trajectory:
-    """Run an episode.
+    """Run an episode in its `agent_slot`.
 
     Raises:
         EpisodeError: env, generation or agent failed; retry.
     """
     began = time.monotonic()
-    async with runtime.pool.limiter(plan.tag, runner):
-        http_env = HttpEnvSession(env, plan, traits, (await env.reset(plan.seed)).observation)
-        max_new_tokens = min(plan.env.max_tokens_per_step, plan.sampling.max_new_tokens)
-        limits = SessionLimits(plan.sequence_length, max_new_tokens, runner.max_calls)
-        session = EpisodeSession(runtime.templates[runner.tool_call_parser], sample, limits, env=http_env)
-        runtime.gateway.start()
-        task = http_env.agent_task(runtime.gateway.origin, plan, session)
-        with runtime.gateway.open_session(session):
-            outcome, error = await _finish(plan.env, http_env, session, _run(runtime.pool, runner, task, session))
-        captured = session.close()
+    http_env = HttpEnvSession(env, plan, traits, (await env.reset(plan.seed)).observation)
+    max_new_tokens = min(plan.env.max_tokens_per_step, plan.sampling.max_new_tokens)
+    limits = SessionLimits(plan.sequence_length, max_new_tokens, runner.max_calls)
+    session = EpisodeSession(runtime.templates[runner.tool_call_parser], sample, limits, env=http_env)
+    runtime.gateway.start()
+    task = http_env.agent_task(runtime.gateway.origin, plan, session)
+    with runtime.gateway.open_session(session):
+        outcome, error = await _finish(plan.env, http_env, session, _run(runtime.pool, runner, task, session))
+    captured = session.close()
     if not captured.turns:
         raise error or EpisodeError("agent_silent", "the agent ended without an answer of the policy")
     metrics = http_env.metrics(outcome.metrics)

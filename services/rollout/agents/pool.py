@@ -32,7 +32,7 @@ class AgentPool:
         self._limiters: dict[str, asyncio.Semaphore] = {}
 
     def limiter(self, tag: str, runner: AgentRunner) -> asyncio.Semaphore:
-        """Return the semaphore of a tag's episodes, acquired before the env's reset."""
+        """Return the semaphore of a tag's episodes, acquired before the episode's time limit begins."""
         return self._limiters.setdefault(tag, asyncio.Semaphore(runner.num_agents))
 
     async def run(self, runner: AgentRunner, task: AgentTask) -> AgentOutcome:

@@ -49,6 +49,11 @@ def test_the_quickstart_can_run_on_two_cores():
             "it has play",
         ),
         (
+            ["+custom_envs.FrozenLake.agent_runner={path: 'offbeat.deploy.agents.walker:play', timeout_s: 900}"],
+            "custom_envs.FrozenLake.agent_runner.timeout_s",
+            "the episode ends after episode_timeout_s, 600 s: take at most that, or episode_timeout_s: 900",
+        ),
+        (
             ["+custom_envs.FrozenLake.agent_runner.command=[no_such_program]"],
             "custom_envs.FrozenLake.agent_runner.command",
             "no program 'no_such_program'",

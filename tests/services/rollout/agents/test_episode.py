@@ -41,6 +41,7 @@ def played_by(agent: str | tuple[str, ...], env: str = HERE + "CountingEnv", **c
 class Mesh:
     def __init__(self, buffer: FakeBuffer, generation: FakeGeneration) -> None:
         self.buffer, self.generation = buffer, generation
+        self.worker: Any = None
         self.waits: set[str] = set()
         """All that episodes were seen to wait for."""
 
@@ -70,6 +71,7 @@ def mesh(policy_folder: Path, chat: ChatFormat, tokenizer: Tokenizer):
         worker = EnvWorker(
             settings, "w", buffer=buffer, generation=generation, metrics=FakeMetrics(), chat=chat, board=made
         )
+        made.worker = worker
         running = asyncio.create_task(worker.run())
         try:
             yield made
@@ -195,6 +197,20 @@ async def test_concurrent_agents_are_limited_and_processes_reused(mesh):
         await wait_until(done)
     assert len(seen) == 2
     assert not children_of(os.getpid()) - before
+
+
+async def test_an_episodes_time_begins_with_its_agent(mesh, monkeypatch: pytest.MonkeyPatch):
+    env = played_by("plays", num_agents=1)
+    async with mesh(env, episodes=3) as m:
+        player = m.worker._player
+        slot, clock, began = player._agents.pool.limiter("Tag", env.agent_runner), player._clock, list[float]()
+        limited = clock.limited
+        monkeypatch.setattr(clock, "limited", lambda limit, seconds: began.append(seconds) or limited(limit, seconds))
+        async with slot:
+            await wait_until(lambda: len(slot._waiters or ()) == 3)
+            assert began == []
+        await wait_until(lambda: len(m.buffer.submitted) == 3)
+        assert began == [env.episode_timeout_s] * 3
 
 
 @pytest.mark.parametrize("named", [{}, {"path": "a:b", "command": ("c",)}, {"path": "module"}])
