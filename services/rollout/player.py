@@ -88,14 +88,15 @@ class EpisodePlayer:
     async def find_task(self, task: EpisodeTask) -> Task:
         if self.is_row(task):
             return Task(self._settings.pipeline, task.number)
+        greedy = task.sampling_name == "greedy"
         if self._prompts is not None:
             if task.kind is EpisodeKind.EVAL:
-                return self._prompts.eval_task(task.number, greedy=task.sampling_name == "greedy")
+                return self._prompts.eval_task(task.number, greedy=greedy)
             return self._prompts.train_task(task.number)
         if task.kind is EpisodeKind.EVAL:
             async with self._eval_lock:
                 # takes seconds, because the env makes every task once to find distinct ones
-                return await asyncio.to_thread(self._eval_tasks.task, task.number)
+                return await asyncio.to_thread(self._eval_tasks.task, task.number, greedy=greedy)
         return await self._train_tasks.task(task.number)
 
     async def make_trajectory(self, task: EpisodeTask, env_task: Task, waiting: Waiting) -> Trajectory:

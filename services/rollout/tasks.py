@@ -104,9 +104,9 @@ class EvalTasks:
         self._seed = seed
         self._seeds: dict[str, list[int]] = {}
 
-    def task(self, number: int) -> Task:
-        """Return an episode's task, equal for `group_size` successive ones."""
-        rounds, place = divmod(number // self._group_size, len(self._cycle))
+    def task(self, number: int, *, greedy: bool = False) -> Task:
+        """Return an episode's task, equal for `group_size` successive ones, or one if they would be played alike."""
+        rounds, place = divmod(number // (1 if greedy else self._group_size), len(self._cycle))
         tag = self._cycle[place]
         earlier = self._cycle[:place].count(tag) + rounds * self._cycle.count(tag)
         return Task(tag, self._seed_of(tag, earlier))

@@ -156,6 +156,14 @@ def test_members_of_an_evaluation_group_share_a_map_and_tags_alternate():
     assert tasks[0] != tasks[4]
 
 
+def test_greedy_episodes_have_tasks_of_their_own():
+    """Members of a group would be played alike."""
+    tasks = EvalTasks(Config(SHARED, EnvManagerConfig(group_size=4)), 0)
+    greedy = [tasks.task(number, greedy=True) for number in range(16)]
+    assert len(set(greedy)) == 16
+    assert greedy[:4] == [tasks.task(number) for number in range(0, 16, 4)]
+
+
 @pytest.mark.parametrize("seed", [0, 2**63, -1])
 def test_seeds_of_training_and_evaluation_are_disjoint(seed: int):
     config = Config(SHARED)

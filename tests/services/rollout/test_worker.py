@@ -100,9 +100,9 @@ async def test_env_instruction_stands_after_the_system_template(bench):
 
 async def test_evaluation_uses_held_out_maps_text_and_its_own_sampling(bench, policy_folder: Path):
     tasks = [EpisodeTask(EpisodeKind.EVAL, "before", n, n, 0, min_version=2, sampling_name="greedy") for n in range(4)]
-    async with bench(*tasks) as b:
+    async with bench(*tasks, val_env_manager=EnvManagerConfig(group_size=2)) as b:
         await b.until_done(4)
-    settings = worker_settings(policy_folder)
+    settings = worker_settings(policy_folder, val_env_manager=EnvManagerConfig(group_size=1))
     for task, trajectory in b.buffer.submitted.items():
         assert (trajectory.tag, trajectory.seed) == eval_task(settings, settings.seed, task.number)
         assert trajectory.text[0] == "Walk P to G . Avoid O ."
