@@ -45,7 +45,7 @@ async def _run(task: AgentTask, request: dict[str, Any], folder: str) -> Any:
     agent = _fill(request["agent"] or SHELL_AGENT, task)
     agent.setdefault("model_name", f"openai/{task.model}")
     agent["env"] = {**task.environment(), **agent.get("env", {})}
-    agent["env"].pop("OFFBEAT_TASK")
+    agent["env"].pop("OFFBEAT_TASK", None)
     running = await trial.create(
         config.TrialConfig(
             task=config.TaskConfig(path=Path(request["task_dir"])),

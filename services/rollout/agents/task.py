@@ -15,6 +15,9 @@ from http.client import HTTPConnection
 from typing import Any
 from urllib.parse import urlsplit
 
+MAX_VARIABLE_BYTES = 131_072
+"""Limit of Linux for `NAME=value` in an environment, with the zero byte at its end."""
+
 
 @dataclass(frozen=True, slots=True)
 class EnvReply:
@@ -68,13 +71,15 @@ class AgentTask:
         return EnvReply(**body)
 
     def environment(self) -> dict[str, str]:
-        """Return a command's environment: OpenAI's and Anthropic's variables, and the task as JSON."""
+        """Return a command's environment: OpenAI's and Anthropic's variables, and the task as JSON if it fits."""
+        task = json.dumps(self.plain())
+        fits = len(f"OFFBEAT_TASK={task}") < MAX_VARIABLE_BYTES
         return {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_KEY": self.api_key,
             "ANTHROPIC_BASE_URL": self.anthropic_base_url,
             "ANTHROPIC_API_KEY": self.api_key,
-            "OFFBEAT_TASK": json.dumps(self.plain()),
+            **({"OFFBEAT_TASK": task} if fits else {}),
         }
 
     def plain(self) -> dict[str, Any]:

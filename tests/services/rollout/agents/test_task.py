@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from offbeat.services.rollout.agents.command_main import MAX_OUTPUT_BYTES, run
-from offbeat.services.rollout.agents.task import AgentTask
+from offbeat.services.rollout.agents.task import MAX_VARIABLE_BYTES, AgentTask
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -69,3 +69,13 @@ def test_only_the_end_of_a_commands_output_is_retained(capfd: pytest.CaptureFixt
     assert len(capfd.readouterr().err) <= MAX_OUTPUT_BYTES
     with pytest.raises(RuntimeError, match=r"exit status 3: .*no such room"):
         run([sys.executable, "-c", "import sys; print('no such room', file=sys.stderr); sys.exit(3)"], plain)
+
+
+@pytest.mark.parametrize(("over", "has_variable"), [(0, True), (1, False)])
+def test_a_task_too_long_for_the_environment_is_read_from_stdin(over: int, has_variable: bool):
+    """Linux starts no program with a variable of more than 131,072 bytes."""
+    task = AgentTask("", "", "", "", "policy", "Tag", 1, "", "é" * 20_000, 3)
+    room = MAX_VARIABLE_BYTES - 1 - len(f"OFFBEAT_TASK={json.dumps(task.plain())}")
+    task.observation += "x" * (room + over)
+    reads = "import json, os, sys; print(json.dumps([json.load(sys.stdin), 'OFFBEAT_TASK' in os.environ]))"
+    assert run([sys.executable, "-c", reads], task.plain()) == [task.plain(), has_variable]
