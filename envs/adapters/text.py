@@ -1,6 +1,7 @@
 """Shared parts of the adapters."""
 
 import random
+import threading
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -41,8 +42,11 @@ def select_numbers(info: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
+_global_generators = threading.Lock()
+
+
 class PrivateRandomState:
-    """Private state of the global `random` and `numpy` generators; not thread-safe."""
+    """Private state of the global `random` and `numpy` generators, which one thread uses at a time."""
 
     def __init__(self) -> None:
         self._states: tuple[Any, Any] | None = None
@@ -54,13 +58,14 @@ class PrivateRandomState:
 
     @contextmanager
     def __call__(self) -> Generator[None]:
-        saved = random.getstate(), np.random.get_state()
-        if self._states is not None:
-            random.setstate(self._states[0])
-            np.random.set_state(self._states[1])
-        try:
-            yield
-        finally:
-            self._states = random.getstate(), np.random.get_state()
-            random.setstate(saved[0])
-            np.random.set_state(saved[1])
+        with _global_generators:
+            saved = random.getstate(), np.random.get_state()
+            if self._states is not None:
+                random.setstate(self._states[0])
+                np.random.set_state(self._states[1])
+            try:
+                yield
+            finally:
+                self._states = random.getstate(), np.random.get_state()
+                random.setstate(saved[0])
+                np.random.set_state(saved[1])

@@ -1,6 +1,8 @@
 """Contract of each adapter over the real library; skipped if it is not installed."""
 
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import gymnasium
 import numpy as np
@@ -185,6 +187,22 @@ def test_private_random_state_leaves_global_generators_unchanged():
             drawn.append((random.random(), np.random.random()))
     assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
     assert random.getstate() == before
+
+
+def test_threads_with_private_random_states_draw_as_one_alone():
+    """Each waits between its draws, while the others want theirs."""
+
+    def draw(seed: int) -> list[float]:
+        own = PrivateRandomState()
+        own.seed(seed)
+        with own():
+            drawn = [random.random(), np.random.random()]
+            time.sleep(0.005)
+            return [*drawn, random.random(), np.random.random()]
+
+    alone = [draw(seed) for seed in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(draw, range(8))) == alone
 
 
 class Dial(gymnasium.Env[np.ndarray, np.ndarray]):
