@@ -64,6 +64,7 @@ def assert_equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
 
 LORA = ("actor_train.model_args.lora_target=all-linear", *REFERENCE)
 MOVING = (*REFERENCE, "ref_model_sync_steps=2", "use_kl_loss=true", "kl_loss_coef=0.1", "kl_loss_type=full")
+BY_SHARE = ("ref_model_sync_steps=1", "ref_model_mixup_alpha=.1", "actor_train.model_args.dtype=bfloat16")
 STAGE_3 = ("actor_train.strategy_args.zero_stage=3",)
 VALUE_HEAD = (*CRITIC, "critic.backbone=policy", "critic_warmup=1")
 MEGATRON = ("actor_train.strategy_args.strategy_name=megatron_train", "actor_train.model_args.shared_prefix=true")
@@ -104,6 +105,27 @@ def test_a_trainer_brought_back_continues_exactly(tmp_path: Path, ranks: Ranks, 
     assert_equal(weights(trainer), weights(again))
     assert again.kl_coef == trainer.kl_coef
     assert found == expected
+
+
+@pytest.mark.parametrize("overrides", [(), STAGE_3, FSDP2], ids=["whole", "sharded", "fsdp2"])
+def test_a_16_bit_reference_that_follows_by_a_share_is_resumed_exactly(
+    tmp_path: Path, ranks: Ranks, overrides: tuple[str, ...]
+) -> None:
+    run = run_of(tmp_path, (*REFERENCE, *BY_SHARE, *overrides))
+    trainer, again = begun(run, ranks), PolicyTrainer(run, ranks)
+    train_on(trainer, GROUPS, 0)
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    trainer.save(folder)
+    again.load(folder, trainer.kl_coef)
+    for each in (trainer, again):
+        train_on(each, GROUPS, 1)
+        copy = tmp_path / f"saved-{each is again}"
+        copy.mkdir()
+        each.save(copy)
+    saved = [load_file(path / "state" / "reference.safetensors") for path in tmp_path.glob("saved-*")]
+    assert_equal(*saved)
+    assert_equal(weights(trainer), weights(again))
 
 
 @pytest.mark.parametrize("overrides", [(), STAGE_3, LORA], ids=["whole", "sharded", "adapters"])
