@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from offbeat.services.chat.messages import (
@@ -193,7 +194,7 @@ def _chat_logprobs(reply: ModelReply) -> dict[str, Any]:
 
 
 def _text_logprobs(reply: ModelReply) -> dict[str, Any]:
-    starts = [sum(map(len, reply.token_texts[:i])) for i in range(len(reply.token_texts))]
+    starts = list(accumulate(map(len, reply.token_texts[:-1]), initial=0)) if reply.token_texts else []
     return {
         "tokens": list(reply.token_texts),
         "token_logprobs": list(reply.logprobs),

@@ -7,6 +7,7 @@ nothing.
 import asyncio
 import math
 import secrets
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -225,8 +226,8 @@ class EpisodeSession:
             return len(ids), text, ""
         at, word = min(matches)
         end = at + len(word)
-        num_kept = next(n for n in range(1, len(ids) + 1) if len(self.template.text_of(ids[:n])) >= end)
-        return num_kept, text[:at], word
+        num_before = bisect_left(range(1, len(ids)), end, key=lambda n: len(self.template.text_of(ids[:n])))
+        return num_before + 1, text[:at], word
 
 
 def _check(completion: Completion) -> None:

@@ -1,0 +1,43 @@
+"""Ends of answers by stop words, in time that does not grow with the square of their tokens."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.services.chat.template import ChatTemplate
+from offbeat.services.gateway.openai_chat import _text_logprobs
+from offbeat.services.gateway.session import ModelReply
+from offbeat.services.messages.types import Completion, VersionSpan
+from tests.services.gateway.templates import PLAIN, Scripted, chat_template, session_of
+
+TEMPLATE = chat_template(PLAIN)
+
+
+def completion_of(text: str) -> Completion:
+    """Return a token for each byte."""
+    ids = tuple(TEMPLATE.encode(text))
+    return Completion("", ids, (0.0,) * len(ids), (VersionSpan(0, len(ids), 0),))
+
+
+@given(st.text("ab é漢🦊", max_size=30), st.text("ab é漢🦊", max_size=30))
+def test_the_first_tokens_that_hold_a_stop_word_are_kept(before: str, after: str) -> None:
+    answer, session = completion_of(f"{before}STOP{after}"), session_of(Scripted(TEMPLATE, []))
+    kept, text, word = session._until_stop(answer, ("STOP",))
+    assert (text, word) == (before, "STOP")
+    assert TEMPLATE.text_of(answer.token_ids[:kept]) == f"{before}STOP"
+    assert kept == len(f"{before}STOP".encode())
+
+
+def test_a_late_stop_word_is_found_by_few_decodings(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer, session = completion_of("é" * 4000 + "STOP"), session_of(Scripted(TEMPLATE, []))
+    decoded, text_of = list[int](), ChatTemplate.text_of
+    monkeypatch.setattr(ChatTemplate, "text_of", lambda self, ids: decoded.append(len(ids)) or text_of(self, ids))
+    assert session._until_stop(answer, ("STOP",))[0] == 8004
+    assert len(decoded) < 20
+
+
+@pytest.mark.parametrize("texts", [(), ("a",), ("a", "bc", "", "d")])
+def test_offsets_of_tokens_are_those_of_their_texts(texts: tuple[str, ...]) -> None:
+    count = len(texts)
+    reply = ModelReply(None, None, (0,) * count, (0.0,) * count, texts, "stop", "", prompt_ids=())  # type: ignore[arg-type]
+    assert _text_logprobs(reply)["text_offset"] == [len("".join(texts[:i])) for i in range(count)]
