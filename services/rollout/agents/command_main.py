@@ -5,8 +5,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from threading import Thread
 from typing import IO, Any
 
 from offbeat.services.rollout.agents.task import AgentTask
@@ -15,6 +15,8 @@ from offbeat.services.rollout.child_main import serve
 MAX_ERROR_CHARS = 2_000
 MAX_OUTPUT_BYTES, READ_BYTES = 1 << 20, 1 << 16
 """Retained output and size of a read, bytes; the result must be within the former."""
+LAST_OUTPUT_S = 1.0
+"""Time to read a stream of an ended command, which children that it left may hold open."""
 
 
 def run(command: Sequence[str], plain: Mapping[str, Any]) -> Any:
@@ -26,18 +28,14 @@ def run(command: Sequence[str], plain: Mapping[str, Any]) -> Any:
     task = AgentTask.of(plain)
     environment = {**os.environ, **task.environment()}
     pipe = subprocess.PIPE
-    with (
-        ThreadPoolExecutor(2) as readers,
-        subprocess.Popen(list(command), stdin=pipe, stdout=pipe, stderr=pipe, env=environment) as process,
-    ):
-        assert process.stdin
-        assert process.stdout
-        assert process.stderr
-        stdout, stderr = readers.submit(_read_tail, process.stdout), readers.submit(_read_tail, process.stderr)
-        with suppress(BrokenPipeError):  # the command may not read its stdin
-            process.stdin.write(json.dumps(task.plain()).encode())
-            process.stdin.close()
-        output, errors = stdout.result(), stderr.result()
+    process = subprocess.Popen(list(command), stdin=pipe, stdout=pipe, stderr=pipe, env=environment)
+    assert process.stdin
+    assert process.stdout
+    assert process.stderr
+    stdout, stderr = _Tail(process.stdout), _Tail(process.stderr)
+    Thread(target=_write, args=(process.stdin, json.dumps(task.plain()).encode()), daemon=True).start()
+    process.wait()
+    output, errors = stdout.text(), stderr.text()
     sys.stderr.write(errors)
     if process.returncode:
         raise RuntimeError(f"exit status {process.returncode}: {errors.strip()[-MAX_ERROR_CHARS:]}")
@@ -50,13 +48,31 @@ def run(command: Sequence[str], plain: Mapping[str, Any]) -> Any:
         return lines[-1]
 
 
-def _read_tail(stream: IO[bytes]) -> str:
-    tail = bytearray()
-    while chunk := os.read(stream.fileno(), READ_BYTES):
-        tail += chunk
-        if len(tail) > 2 * MAX_OUTPUT_BYTES:
-            del tail[:-MAX_OUTPUT_BYTES]
-    return tail[-MAX_OUTPUT_BYTES:].decode(errors="replace")
+def _write(stream: IO[bytes], content: bytes) -> None:
+    with suppress(BrokenPipeError), stream:  # the command may not read its stdin
+        stream.write(content)
+
+
+class _Tail(Thread):
+    """Reader of a stream's end; closes the stream."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        super().__init__(daemon=True)
+        self._stream = stream
+        self._tail = bytearray()
+        self.start()
+
+    def run(self) -> None:
+        with self._stream:
+            while chunk := os.read(self._stream.fileno(), READ_BYTES):
+                self._tail += chunk
+                if len(self._tail) > 2 * MAX_OUTPUT_BYTES:
+                    del self._tail[:-MAX_OUTPUT_BYTES]
+
+    def text(self) -> str:
+        """Return what was read, by LAST_OUTPUT_S at the latest."""
+        self.join(LAST_OUTPUT_S)
+        return self._tail[-MAX_OUTPUT_BYTES:].decode(errors="replace")
 
 
 if __name__ == "__main__":

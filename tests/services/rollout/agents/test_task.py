@@ -1,4 +1,6 @@
 import json
+import os
+import signal
 import sys
 import threading
 import tracemalloc
@@ -79,3 +81,12 @@ def test_a_task_too_long_for_the_environment_is_read_from_stdin(over: int, has_v
     task.observation += "x" * (room + over)
     reads = "import json, os, sys; print(json.dumps([json.load(sys.stdin), 'OFFBEAT_TASK' in os.environ]))"
     assert run([sys.executable, "-c", reads], task.plain()) == [task.plain(), has_variable]
+
+
+def test_a_command_ends_before_the_children_that_hold_its_pipes():
+    """A child with its stdin blocks the writer of a long task, one with its stdout the reader."""
+    plain = AgentTask("", "", "", "", "policy", "Tag", 1, "", "x" * 2**20, 3).plain()
+    child = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(20); print(-1)'])"
+    pid = run([sys.executable, "-c", f"import subprocess, sys; print({child}.pid)"], plain)
+    assert pid > 0
+    os.kill(pid, signal.SIGKILL)
