@@ -225,8 +225,10 @@ class EpisodeSession:
         if not matches:
             return len(ids), text, ""
         at, word = min(matches)
-        end = at + len(word)
-        num_before = bisect_left(range(1, len(ids)), end, key=lambda n: len(self.template.text_of(ids[:n])))
+        head = text[: at + len(word)]  # of whole characters: their first bytes alone are decoded to others
+        num_before = bisect_left(
+            range(1, len(ids)), True, key=lambda n: self.template.text_of(ids[:n]).startswith(head)
+        )
         return num_before + 1, text[:at], word
 
 

@@ -19,13 +19,12 @@ def completion_of(text: str) -> Completion:
     return Completion("", ids, (0.0,) * len(ids), (VersionSpan(0, len(ids), 0),))
 
 
-@given(st.text("ab é漢🦊", max_size=30), st.text("ab é漢🦊", max_size=30))
-def test_the_first_tokens_that_hold_a_stop_word_are_kept(before: str, after: str) -> None:
-    answer, session = completion_of(f"{before}STOP{after}"), session_of(Scripted(TEMPLATE, []))
-    kept, text, word = session._until_stop(answer, ("STOP",))
-    assert (text, word) == (before, "STOP")
-    assert TEMPLATE.text_of(answer.token_ids[:kept]) == f"{before}STOP"
-    assert kept == len(f"{before}STOP".encode())
+@given(st.text("ab é漢", max_size=30), st.sampled_from(["STOP", "🦊", "\n\n"]), st.text("ab é漢🦊", max_size=30))
+def test_the_first_tokens_that_hold_a_stop_word_are_kept(before: str, stop: str, after: str) -> None:
+    answer, session = completion_of(before + stop + after), session_of(Scripted(TEMPLATE, []))
+    kept, text, word = session._until_stop(answer, (stop,))
+    assert (text, word) == (before, stop)
+    assert kept == len((before + stop).encode())
 
 
 def test_a_late_stop_word_is_found_by_few_decodings(monkeypatch: pytest.MonkeyPatch) -> None:
