@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from offbeat.deploy.audit.lives import GroupLife
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import read_run
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.console.cached_file import CachedFile
 from offbeat.deploy.console.frames import EpisodeToReplay, render_frames
 from offbeat.deploy.console.groups import GroupIndex, count_lags, page_of, select, view_of
 from offbeat.deploy.console.series import SeriesIndex
@@ -40,14 +40,18 @@ class FolderArchive:
         self._groups = GroupIndex(folder)
         self._series = SeriesIndex(folder)
         self._trajectories = RecordedTrajectories(folder, lambda: self._model_folder)
+        self._config = CachedFile(folder / run_folder.CONFIG, self._read_config)
         self._lock = threading.Lock()
         """Of groups and trajectories."""
         self._series_lock = threading.Lock()
         self._rendering = threading.Lock()
 
-    @cached_property
+    @property
     def run_config(self) -> RunConfig:
         """Raises `NotRecordedError`."""
+        return self._config.get()
+
+    def _read_config(self) -> RunConfig:
         path = self.folder / run_folder.CONFIG
         try:
             return read_run(path).model_copy(update={"output_dir": self.folder})

@@ -3,7 +3,7 @@
 import base64
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from offbeat.deploy import run_folder
+from offbeat.deploy.console.cached_file import CachedFile
 from offbeat.services.chat.tokenizer import load_tokenizer
 from offbeat.services.control.console.archive import NotRecordedError
 from offbeat.services.control.console.schemas import (
@@ -40,7 +42,8 @@ class RecordedTrajectories:
     def __init__(self, folder: Path, model_folder: Callable[[], Path]) -> None:
         self._log = RecordedSteps(folder)
         self._model_folder = model_folder
-        self._tokens: dict[int, list[TrajectoryTokens]] = {}
+        self._tokenizer = CachedFile(folder / run_folder.CONFIG, self._load_tokenizer)
+        self._tokens: dict[int, CachedFile[list[TrajectoryTokens]]] = {}
         self.steps: frozenset[int] = frozenset()
 
     def refresh(self) -> None:
@@ -105,11 +108,11 @@ class RecordedTrajectories:
 
     def _of_step(self, step: int) -> list[TrajectoryTokens]:
         if step not in self._tokens:
-            try:
-                self._tokens[step] = self._log.read_tokens(step)
-            except CodecError as error:
-                raise NotRecordedError(str(error)) from error
-        return self._tokens[step]
+            self._tokens[step] = CachedFile(self._log.tokens_path(step), partial(self._log.read_tokens, step))
+        try:
+            return self._tokens[step].get()
+        except CodecError as error:
+            raise NotRecordedError(str(error)) from error
 
     def _read(self, step: int, number: int) -> Sequence[Trajectory]:
         try:
@@ -117,8 +120,7 @@ class RecordedTrajectories:
         except CodecError as error:
             raise NotRecordedError(str(error)) from error
 
-    @cached_property
-    def _tokenizer(self) -> Any:
+    def _load_tokenizer(self) -> Any:
         """Return the policy's tokenizer, if on this host."""
         file = self._model_folder() / "tokenizer.json"
         try:
@@ -128,9 +130,10 @@ class RecordedTrajectories:
             return None
 
     def _decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        if self._tokenizer is None:
+        tokenizer = self._tokenizer.get()
+        if tokenizer is None:
             return ""
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        return tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
     def _turns(self, trajectory: Trajectory) -> list[TurnView]:
         return [

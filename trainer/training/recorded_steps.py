@@ -76,7 +76,7 @@ class RecordedSteps:
 
     def read_tokens(self, version: int) -> list[TrajectoryTokens]:
         """Read the token outcomes of a version's batch, if kept; raises `CodecError`."""
-        path = self._folder / f"{TOKENS}{version:06d}{SUFFIX}"
+        path = self.tokens_path(version)
         try:
             return list(decode_tokens(path.read_bytes()))
         except FileNotFoundError:
@@ -86,6 +86,9 @@ class RecordedSteps:
 
     def path(self, version: int) -> Path:
         return self._folder / f"{PREFIX}{version:06d}{SUFFIX}"
+
+    def tokens_path(self, version: int) -> Path:
+        return self._folder / f"{TOKENS}{version:06d}{SUFFIX}"
 
     def unpack(self, version: int) -> Sequence[Any]:
         """Read the fields of a version's batch; raises `CodecError`."""

@@ -13,7 +13,7 @@ from offbeat.services.control.console.schemas import NO_OUTCOME, GroupSort, Grou
 from offbeat.trainer.training.batch_log import BatchLog
 from offbeat.trainer.training.checkpoint import LearnerState
 from offbeat.trainer.training.checkpoint_store import CheckpointStore
-from tests.deploy.console.folders import BEGAN_MS, groups_of
+from tests.deploy.console.folders import BEGAN_MS, TREE, groups_of, write_run
 from tests.trainer.training.test_checkpoint import write
 
 
@@ -143,6 +143,19 @@ def test_a_growing_ledger_is_followed(run_folder: Path, tmp_path: Path, monkeypa
         assert len(archive.groups(GroupQuery()).groups) == 10  # a cut line is none yet
         file.write("}\n")
     assert [group.number for group in archive.groups(GroupQuery(limit=1)).groups] == [10]
+
+
+def test_a_run_started_again_in_its_folder_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_run(tmp_path / "lake")
+    archive = FolderArchive(folder)
+    earlier = archive.trajectory(6, 1)
+    assert archive.config()["max_steps"] == 5
+    folder.rename(tmp_path / "lake.1")
+    training = {"learning_rate": 1e-1, "max_tokens_per_microbatch": 1000}
+    monkeypatch.setitem(TREE, "actor_train", {"training_args": training})
+    write_run(folder, "lake", "max_steps=9")
+    assert archive.config()["max_steps"] == 9
+    assert archive.trajectory(6, 1) == FolderArchive(folder).trajectory(6, 1) != earlier
 
 
 def test_the_ledgers_of_an_older_version_are_read(run_folder: Path, tmp_path: Path) -> None:
