@@ -233,4 +233,4 @@ def _read_trajectory(played: Trajectory, outcome: AgentOutcome | None, num_steps
             "it sends assistant messages that the policy did not write: they are context, not trained",
         )
     if metrics.get("ignored_parameters"):
-        yield "advice", "sampling", "it sets sampling parameters, which are the run's: they are ignored"
+        yield "advice", "sampling", "it sets parameters that are the run's or have no effect here: they are ignored"

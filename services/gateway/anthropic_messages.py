@@ -32,13 +32,16 @@ def read_messages(body: Body) -> ModelRequest:
     messages = [ChatMessage("system", system)] if system else []
     for index, message in enumerate(read_list(body, "messages")):
         messages += _read(message, f"messages[{index}]")
-    choice = read_object(body, "tool_choice").get("type", "auto")
+    tool_choice = read_object(body, "tool_choice")
+    choice = tool_choice.get("type", "auto")
+    forced = ("tool_choice",) if choice in ("any", "tool") else ()
+    single = ("disable_parallel_tool_use",) if tool_choice.get("disable_parallel_tool_use") else ()
     return ModelRequest(
         require_messages(tuple(messages)),
         () if choice == "none" else _tools(read_items(body, "tools")),
         max_tokens=number(body, "max_tokens"),
         stop=stop_words(body.get("stop_sequences"), "stop_sequences"),
-        ignored=find_ignored_parameters(body, ("tool_choice",) if choice in ("any", "tool") else ()),
+        ignored=find_ignored_parameters(body, (*forced, *single)),
     )
 
 

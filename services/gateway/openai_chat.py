@@ -69,7 +69,7 @@ def read_completion(body: Body) -> ModelRequest:
         max_tokens=number(body, "max_tokens") or 16,
         num_answers=number(body, "n") or 1,
         stop=stop_words(body.get("stop"), "stop"),
-        ignored=find_ignored_parameters(body),
+        ignored=find_ignored_parameters(body, ("logprobs",) if body.get("logprobs") else ()),
     )
 
 
@@ -129,11 +129,11 @@ def stream_chat(body: Body, replies: Sequence[ModelReply], answer_id: str, model
 
     for i, reply in enumerate(replies):
         yield chunk(i, {"role": "assistant", "content": ""})
-        if reply.message.content:
-            logprobs = _chat_logprobs(reply) if body.get("logprobs") else None
-            yield chunk(i, {"content": reply.message.content}, logprobs=logprobs)
-        for index, call in enumerate(_calls(reply).get("tool_calls", ())):
-            yield chunk(i, {"tool_calls": [{"index": index, **call}]})
+        calls = _calls(reply).get("tool_calls", [])
+        deltas = [{"content": reply.message.content}] if reply.message.content or not calls else []
+        deltas += [{"tool_calls": [{"index": index, **call}]} for index, call in enumerate(calls)]
+        for position, delta in enumerate(deltas):
+            yield chunk(i, delta, logprobs=_chat_logprobs(reply) if body.get("logprobs") and not position else None)
         yield chunk(i, {}, reply.finish_reason)
     if read_object(body, "stream_options").get("include_usage"):
         yield event({**head, "choices": [], "usage": usage(replies)})

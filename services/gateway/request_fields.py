@@ -85,7 +85,9 @@ def find_ignored_parameters(body: Body, others: Iterable[str] = ()) -> tuple[str
     read_object(body, "stream_options")
     for key in REFUSED_UNLESS_ZERO:
         require(not body.get(key), f"{key} can't be followed: the policy's own distribution is what is trained")
-    return (*(key for key in OWN_SAMPLING if body.get(key) is not None), *others)
+    tops = ("top_logprobs",) if body.get("top_logprobs") else ()
+    parallel = ("parallel_tool_calls",) if body.get("parallel_tool_calls") is False else ()
+    return (*(key for key in OWN_SAMPLING if body.get(key) is not None), *tops, *parallel, *others)
 
 
 def require_messages(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:

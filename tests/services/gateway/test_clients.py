@@ -99,6 +99,16 @@ async def test_a_stream_has_the_same_content_in_pieces(hermes: ChatTemplate):
     in_one_sequence(policy, session)
 
 
+@pytest.mark.parametrize("said", ["Well. " + CALL, CALL, ""])
+async def test_a_stream_has_the_logprobs_of_all_tokens(hermes: ChatTemplate, said: str):
+    policy = Scripted(hermes, [said])
+    async with served(session_of(policy)) as (client, _):
+        how = {"model": "any", "tools": [FUNCTION], "stream": True, "logprobs": True}
+        stream = await client.chat.completions.create(messages=[{"role": "user", "content": "Ulm?"}], **how)
+        values = [chunk.choices[0].logprobs async for chunk in stream]
+    assert [entry.logprob for value in values if value for entry in value.content] == list(policy.made[0].logprobs)
+
+
 @pytest.mark.parametrize("carried", [True, False], ids=["previous_response_id", "whole input"])
 async def test_responses_are_one_sequence(hermes: ChatTemplate, carried: bool):
     policy = Scripted(hermes, ["Well. " + CALL, "Rain."])
@@ -189,6 +199,18 @@ async def test_several_answers_to_one_call_are_branches(plain: ChatTemplate):
     captured = session.close()
     assert len(captured.segments) == 2
     assert captured.metrics["ignored_parameters"] == 1
+
+
+async def test_alternatives_and_single_calls_are_ignored_and_counted(hermes: ChatTemplate):
+    session = session_of(Scripted(hermes, ["one"] * 4))
+    async with served(session) as (client, other):
+        how: dict = {"model": "any", "messages": [{"role": "user", "content": "a"}]}
+        await client.chat.completions.create(**how, logprobs=True, top_logprobs=2)
+        await client.chat.completions.create(**how, tools=[FUNCTION], parallel_tool_calls=False)
+        await client.completions.create(model="any", prompt="a", logprobs=2)
+        choice = {"type": "auto", "disable_parallel_tool_use": True}
+        await other.messages.create(**how, max_tokens=5, tool_choice=choice)
+    assert session.close().metrics["ignored_parameters"] == 4
 
 
 async def test_the_policy_is_listed(plain: ChatTemplate):
