@@ -1,6 +1,6 @@
-"""Metrics of `metrics.jsonl` as columns: `source/name`, evaluations as `eval-<sampling>/name`.
+"""Metrics of `metrics.jsonl` as columns: `source/name`, `source-<kind>/name`, evaluations as `eval-<sampling>/name`.
 
-Invariant: a repeated step counts once, with its last values.
+Invariants: a repeated step counts once, with its last values; points ascend in x, as the means of records at the same x.
 """
 
 from array import array
@@ -81,18 +81,17 @@ class _Source:
         return {name: table.last(name) for table in tables for name in table.columns}
 
     def points(self, name: str, steps: "array[float]") -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return rows and values of a metric, without those of a step that was repeated."""
+        """Return rows and values of a metric, without those of steps that a later learner repeated."""
         tables = [table for table in self._tables.values() if name in table.columns]
         rows = np.concatenate([np.frombuffer(table.rows, dtype=np.int64) for table in tables])
         values = np.concatenate([table.column(name) for table in tables])
         order = np.argsort(rows)
         rows, values = rows[order], values[order]
-        if self._is_stepped:
-            x = np.frombuffer(steps)[rows]
-            next_lowest = np.minimum.accumulate(x[::-1])[::-1][1:]
-            kept = np.append(x[:-1] < next_lowest, True)
-            rows, values = rows[kept], values[kept]
-        return rows, values
+        x = np.frombuffer(steps)[rows]
+        # Services have several records per step: a decrease alone shows a later learner
+        following = x[1:] if self._is_stepped else np.where(x[1:] < x[:-1], x[1:], np.inf)
+        kept = x < np.append(np.minimum.accumulate(following[::-1])[::-1], np.inf)
+        return rows[kept], values[kept]
 
 
 class SeriesIndex:
@@ -132,7 +131,8 @@ class SeriesIndex:
     def _points(self, name: str, axis: Axis, since: float | None, count: int) -> SeriesColumns:
         prefix, _, metric = name.partition("/")
         rows, values = self._sources[prefix].points(metric, self._places.axes["step"])
-        x = np.frombuffer(self._places.axes[axis])[rows]
+        x, points = np.unique(np.frombuffer(self._places.axes[axis])[rows], return_inverse=True)
+        values = np.bincount(points, weights=values) / np.bincount(points)
         start = 0 if since is None else int(np.searchsorted(x, since))
         values = values[start:]
         kept = keep_extremes(values, count)
@@ -152,7 +152,7 @@ class SeriesIndex:
         place = float(step) if step is not None and is_stepped else self._step
         if source == LEARNER and is_stepped:
             self._count_trajectories(place, float(values.get("trajectories") or 0.0))
-        prefix = f"{EVALUATION}-{labels.get('sampling', 'sampled')}" if source == EVALUATION else source
+        prefix = _prefix(source, labels)
         row = self._places.add(place, time, self._trained_by(place))
         if prefix not in self._sources:
             self._sources[prefix] = _Source(is_stepped=source in STEPPED)
@@ -168,3 +168,8 @@ class SeriesIndex:
         if self._trajectories[-1][0] <= step:
             return self._trajectories[-1][1]
         return self._trajectories[bisect_left(self._trajectories, (step, float("inf"))) - 1][1]
+
+
+def _prefix(source: str, labels: Mapping[str, str]) -> str:
+    kind = labels.get("sampling", "sampled") if source == EVALUATION else labels.get("kind")
+    return f"{source}-{kind}" if kind else source

@@ -67,6 +67,29 @@ def test_evaluations_and_services_are_placed_by_the_learners_steps(tmp_path: Pat
     assert view(index, "eval-greedy/reward", "trajectories") == ([8], [0.5])
 
 
+def test_records_of_services_at_a_step_are_one_point(tmp_path: Path) -> None:
+    workers = [record(None, value, "rollout", worker=f"w{value}", kind="train") for value in (10, 20)]
+    evaluation = record(None, 5, "rollout", worker="w1", kind="eval")
+    write(tmp_path, record(1, 1), *workers, evaluation, record(2, 2), record(None, 40, "rollout", kind="train"))
+    index = SeriesIndex(tmp_path)
+    assert view(index, "rollout-train/reward") == ([1, 2], [15, 40])
+    assert view(index, "rollout-train/reward", "trajectories") == ([8, 16], [15, 40])
+    assert view(index, "rollout-train/reward", "time") == ([110, 120, 140], [10, 20, 40])
+    assert view(index, "rollout-eval/reward") == ([1], [5])
+
+
+def test_records_of_services_ascend_when_a_later_learner_repeats_steps(tmp_path: Path) -> None:
+    def played(value: float) -> list[MetricRecord]:
+        return [record(None, value, "rollout"), record(None, value + 2, "rollout")]
+
+    steps = ((1, 1), (2, 2), (3, 3), (2, 20), (3, 30))
+    write(tmp_path, *(each for step, value in steps for each in (record(step, value), *played(value))))
+    index = SeriesIndex(tmp_path)
+    for axis, x in (("step", [1, 2, 3]), ("trajectories", [8, 16, 24])):
+        assert view(index, "rollout/reward", axis) == (x, [2, 21, 31])
+    assert index.view(["rollout/reward"], "step", 2, 1000).series["rollout/reward"].x == [2, 3]
+
+
 def test_lines_that_were_appended_again_count_once_and_new_ones_are_seen(tmp_path: Path) -> None:
     write(tmp_path, record(1, 1))
     index = SeriesIndex(tmp_path)
