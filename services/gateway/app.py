@@ -45,6 +45,7 @@ def build(sessions: Sessions) -> FastAPI:
         ("/v1/completions", _completion),
         ("/v1/responses", _response),
         ("/v1/messages", _message),
+        ("/v1/messages/count_tokens", _count_tokens),
         ("/env/step", _step),
     ):
         app.add_api_route(path, _with_session(sessions, handler), methods=["POST"])
@@ -97,7 +98,7 @@ async def _body(request: Request) -> dict[str, Any]:
 
 def _error_response(request: Request, status: int, message: str, kind: str) -> Response:
     """Return an error; `x-should-retry` stops clients from retrying."""
-    if request.url.path == "/v1/messages":
+    if request.url.path.startswith("/v1/messages"):
         body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message}}
     else:
         body = {"error": {"message": message, "type": kind, "code": kind, "param": None}}
@@ -171,6 +172,10 @@ async def _message(request: Request, session: EpisodeSession, body: dict[str, An
         lambda: anthropic_messages.write_message(*about),
         anthropic_messages.stream_message(*about),
     )
+
+
+async def _count_tokens(_: Request, session: EpisodeSession, body: dict[str, Any]) -> Response:
+    return JSONResponse({"input_tokens": session.count_tokens(anthropic_messages.read_messages(body))})
 
 
 async def _response(request: Request, session: EpisodeSession, body: dict[str, Any]) -> Response:

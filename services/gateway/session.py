@@ -123,6 +123,7 @@ class EpisodeSession:
             InvalidCallError: the call can't be answered.
             Exception: sampling failed; sets `failed`.
         """
+        self._require_open()
         self._admit(request)
         prompt = self._plan(request)
         room = self.bounds.sequence_length - len(prompt.tokens)
@@ -148,6 +149,11 @@ class EpisodeSession:
                 task.cancel()
         return [self._record(prompt, completion, request) for completion in completions]
 
+    def count_tokens(self, request: ModelRequest) -> int:
+        """Return the length of a call's prompt. Raises InvalidCallError."""
+        self._require_open()
+        return len(self._plan(request).tokens)
+
     def deliver(self, replies: list[ModelReply]) -> None:
         if not self.closed:
             for reply in replies:
@@ -167,9 +173,11 @@ class EpisodeSession:
         counts = {**captured.metrics, "ignored_parameters": float(self.ignored_parameters)}
         return Captured(captured.segments, captured.turns, counts)
 
-    def _admit(self, request: ModelRequest) -> None:
+    def _require_open(self) -> None:
         if self.closed:
             raise InvalidCallError("the episode of this key is over", "episode_over")
+
+    def _admit(self, request: ModelRequest) -> None:
         if not 1 <= request.num_answers <= MAX_ANSWERS_PER_CALL:
             raise InvalidCallError(
                 f"n is {request.num_answers}; 1 to {MAX_ANSWERS_PER_CALL} answers can be asked for in one call"

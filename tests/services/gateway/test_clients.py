@@ -182,6 +182,22 @@ async def test_anthropics_messages_with_tools_are_one_sequence(hermes: ChatTempl
     in_one_sequence(policy, session)
 
 
+async def test_anthropics_count_of_tokens_is_that_of_the_next_call(hermes: ChatTemplate):
+    session = session_of(Scripted(hermes, ["one"]), max_calls=1)
+    async with served(session) as (_, client):
+        tools = [{"name": "weather", "description": "of a city", "input_schema": WEATHER}]
+        how: dict = {"model": "any", "messages": [{"role": "user", "content": "a"}], "system": "b", "tools": tools}
+        counts = [(await client.messages.count_tokens(**how)).input_tokens for _ in range(2)]
+        answer = await client.messages.create(**how, max_tokens=5)
+        with pytest.raises(anthropic.BadRequestError, match="role 'robot'"):
+            await client.messages.count_tokens(**{**how, "messages": [{"role": "robot", "content": "a"}]})
+        captured = session.close()
+        with pytest.raises(anthropic.BadRequestError, match="episode of this key is over"):
+            await client.messages.count_tokens(**how)
+    assert counts == [answer.usage.input_tokens] * 2
+    assert captured.metrics["agent_calls"] == 1
+
+
 async def test_anthropics_stop_sequences_are_named(plain: ChatTemplate):
     session = session_of(Scripted(plain, ["one STOP two"]))
     async with served(session) as (_, client):
