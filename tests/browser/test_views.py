@@ -132,6 +132,15 @@ def test_curves_of_runs_are_laid_over_each_other(folder_url: str, page: Any) -> 
     page.locator(".u-label", has_text="trajectories").wait_for()
 
 
+def test_curves_are_drawn_without_a_comparison_of_their_configurations(folder_url: str, page: Any) -> None:
+    refusal = {"error": {"code": "invalid_request", "message": "runs: at most 8 in one call, not 9"}}
+    page.route("**/compare?*", lambda route: route.fulfill(status=422, json=refusal))
+    see(page, folder_url, "curves")
+    page.get_by_text("runs: at most 8 in one call, not 9").wait_for()
+    page.locator(".uplot canvas").wait_for()
+    page.problems.clear()  # Chromium reports the 422 itself
+
+
 def test_curves_read_their_series_once(folder_url: str, page: Any) -> None:
     """The series are requested with the list of runs, not after other answers."""
     paths: list[str] = []

@@ -121,8 +121,7 @@ export async function show(context, main) {
   const metric = h("input", { list: "metrics", size: 28, placeholder: "learner/actor/ratio_max" });
   const charts = h("div", { class: "columns" });
   const list = h("div");
-  /** @type {Mark[]} */
-  const deaths = [];
+  const deaths = /** @type {Mark[]} */ ([]);
   main.replaceChildren(
     h("div", { class: "bar" }, choice("Axis", AXES, axis, (value) => go({ axis: value })),
       h("label", {}, "Add a metric", metric),
@@ -135,10 +134,9 @@ export async function show(context, main) {
         if (!chosen.delete(run.id)) chosen.add(run.id);
         go({ runs: [...chosen].join(",") });
       } }), run.id))),
-    list, charts, chosen.size > 1 ? await differences([...chosen]) : "");
+    list, charts, chosen.size > 1 ? differences([...chosen]) : "");
 
-  /** @type {any[]} */
-  let plots = [];
+  let plots = /** @type {any[]} */ ([]);
   const draw = (/** @type {any[]} */ answers, /** @type {any} */ view) => {
     const ids = [...chosen];
     const marks = axis === "trajectories" ? [] : [...changesOf(view), ...deaths].filter((mark) => mark.step !== null).sort((a, b) => a.at - b.at);
@@ -191,10 +189,12 @@ function plot(place, name, present, axis, band, marks) {
 }
 
 /** @param {string[]} ids */
-async function differences(ids) {
-  const compared = await get(`/compare?runs=${ids.map(encodeURIComponent).join(",")}`);
-  const rows = Object.entries(compared.differences).map(([key, values]) =>
-    h("tr", {}, h("th", { scope: "row" }, key), values.map((/** @type {any} */ value) => h("td", {}, JSON.stringify(value)))));
-  return h("section", {}, h("h2", {}, "Differences of the configurations"), h("div", { class: "scroll", tabindex: 0 }, h("table", {},
-    h("thead", {}, h("tr", {}, h("th", {}, "key"), ids.map((id) => h("th", {}, id)))), h("tbody", {}, rows))));
+function differences(ids) {
+  const content = h("div", { class: "scroll", tabindex: 0 });
+  get(`/compare?runs=${ids.map(encodeURIComponent).join(",")}`).then((compared) => content.append(h("table", {},
+    h("thead", {}, h("tr", {}, h("th", {}, "key"), ids.map((id) => h("th", {}, id)))),
+    h("tbody", {}, Object.entries(compared.differences).map(([key, values]) => h("tr", {}, h("th", { scope: "row" }, key),
+      values.map((/** @type {any} */ value) => h("td", {}, JSON.stringify(value)))))))),
+  (error) => content.append(h("p", { class: "bad", role: "alert" }, error.message)));
+  return h("section", {}, h("h2", {}, "Differences of the configurations"), content);
 }
