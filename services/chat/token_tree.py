@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from offbeat.services.chat.messages import ChatMessage, Tools
-from offbeat.services.chat.template import ChatTemplate
+from offbeat.services.chat.template import ChatTemplate, UnusableError
 from offbeat.services.messages.types import Completion, FinishReason
 
 ROOT = -1
@@ -25,6 +25,8 @@ class Prompt:
     is_chat: bool = True
     anchor: str = ""
     """Answered state, if known."""
+    prefill: str = ""
+    """Beginning of the answer that the agent wrote, at the end of `text`."""
 
 
 @dataclass(slots=True)
@@ -52,22 +54,31 @@ class TokenTree:
     nodes: list[Node] = field(default_factory=list[Node])
     _by_text: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
 
-    def plan_chat(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> Prompt:
+    def plan_chat(self, messages: Sequence[ChatMessage], tools: Tools = (), prefill: str = "") -> Prompt:
         """Return a conversation's prompt.
 
+        prefill: beginning of the answer.
+
         Raises:
-            UnusableError: rendering failed.
+            UnusableError: rendering failed, or the template's answers do not begin with their text.
         """
-        full_text = self.template.render(messages, tools, prompt=True)
+        start = self.template.render(messages, tools, prompt=True)
+        full_text = start + prefill
         anchor = messages[-1].content if messages else ""
+        if prefill:
+            self._require_prefill(messages, tools, prefill, start)
+            extended = self._find_extended(self._by_text.get(start, ()), start, full_text)
+            if extended is not None:
+                return Prompt(extended[1], extended[0], full_text, anchor=anchor, prefill=prefill)
         answer_indexes = [i for i, message in enumerate(messages) if message.role == "assistant"]
         for index in reversed(answer_indexes):
             continuation = self._find_continuation(messages, tools, index, full_text)
             if continuation is not None:
                 parent, tokens = continuation
-                later = sum(other > index for other in answer_indexes)
-                return Prompt(tokens, parent, full_text, later, anchor=anchor)
-        return Prompt(self.template.encode(full_text), ROOT, full_text, len(answer_indexes), anchor=anchor)
+                later = sum(other > index for other in answer_indexes) + bool(prefill)
+                return Prompt(tokens, parent, full_text, later, anchor=anchor, prefill=prefill)
+        unverified = len(answer_indexes) + bool(prefill)
+        return Prompt(self.template.encode(full_text), ROOT, full_text, unverified, anchor=anchor, prefill=prefill)
 
     def plan_text(self, text: str) -> Prompt:
         """Continue the longest known text."""
@@ -91,7 +102,7 @@ class TokenTree:
         number = len(self.nodes)
         self.nodes.append(Node(prompt, message, completion, num_kept))
         if prompt.is_chat:
-            self._by_text.setdefault(prompt.text, []).append(number)
+            self._by_text.setdefault(prompt.text.removesuffix(prompt.prefill), []).append(number)
         if prompt.parent != ROOT:
             self.nodes[prompt.parent].delivered = True  # the agent continued from it
         return number
@@ -100,6 +111,15 @@ class TokenTree:
         while number != ROOT:
             yield number
             number = self.nodes[number].prompt.parent
+
+    def _require_prefill(self, messages: Sequence[ChatMessage], tools: Tools, prefill: str, start: str) -> None:
+        answered = (*messages, ChatMessage("assistant", prefill))
+        # templates may trim an answer
+        if not self.template.render(answered, tools, prompt=False).startswith(start + prefill.rstrip()):
+            raise UnusableError(
+                "the policy's chat template puts other text before an answer's, so that a final assistant message can't be "
+                "continued: end with a user message"
+            )
 
     def _find_continuation(
         self, messages: Sequence[ChatMessage], tools: Tools, index: int, full_text: str
@@ -136,7 +156,7 @@ class TokenTree:
     def _plain_text(self, node: Node) -> str:
         ids = node.completion.token_ids[: node.num_kept]
         end = self.template.token_text(ids[-1]) if ids[-1] in self.template.stop_ids else ""
-        return self.template.text_of(ids) + end
+        return node.prompt.prefill + self.template.text_of(ids) + end
 
 
 def _match_call_ids(candidates: Sequence[int], nodes: Sequence[Node], message: ChatMessage) -> int:

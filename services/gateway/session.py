@@ -54,6 +54,8 @@ class ModelRequest:
     tools: Tools = ()
     prompt: str | tuple[int, ...] | None = None
     """Instead of messages."""
+    prefill: str = ""
+    """Beginning of the answer to the messages."""
     max_tokens: int | None = None
     num_answers: int = 1
     stop: tuple[str, ...] = ()
@@ -192,7 +194,7 @@ class EpisodeSession:
 
     def _plan(self, request: ModelRequest) -> Prompt:
         if request.prompt is None:
-            return self.tree.plan_chat(request.messages, request.tools)
+            return self.tree.plan_chat(request.messages, request.tools, request.prefill)
         prompt = (
             self.tree.plan_text(request.prompt)
             if isinstance(request.prompt, str)
@@ -206,10 +208,12 @@ class EpisodeSession:
         num_kept, text, stop_word = self._until_stop(completion, request.stop)
         if stop_word:
             completion = replace(completion, finish_reason=FinishReason.STOP)
-        message = self.template.message_of(text, tools=request.tools)
-        # unique ids identify the answer in a later request's history
-        message = message.with_call_ids(len(self.tree.nodes))
-        node = self.tree.record(prompt, message, completion, num_kept)
+        message, whole = (
+            # unique ids identify the answer in a later request's history
+            self.template.message_of(each, tools=request.tools).with_call_ids(len(self.tree.nodes))
+            for each in (text, prompt.prefill + text)
+        )
+        node = self.tree.record(prompt, whole, completion, num_kept)
         cut = completion.finish_reason is FinishReason.LENGTH
         reason = "tool_calls" if message.tool_calls else "length" if cut else "stop"
         ids = completion.token_ids[:num_kept]

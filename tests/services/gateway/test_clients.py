@@ -15,7 +15,7 @@ from offbeat.services.gateway import app
 from offbeat.services.gateway.server import KEEP_ALIVE_S, Gateway
 from offbeat.services.gateway.session import EpisodeSession
 from offbeat.services.messages.types import Completion
-from tests.services.gateway.templates import Scripted, session_of
+from tests.services.gateway.templates import PLAIN, Scripted, chat_template, session_of
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -196,6 +196,40 @@ async def test_anthropics_count_of_tokens_is_that_of_the_next_call(hermes: ChatT
             await client.messages.count_tokens(**how)
     assert counts == [answer.usage.input_tokens] * 2
     assert captured.metrics["agent_calls"] == 1
+
+
+async def test_anthropics_final_assistant_message_is_continued(plain: ChatTemplate):
+    """A prefill is context; an answer that was cut is continued by what was sampled."""
+    policy = Scripted(plain, ["2, 3", ", 4", "Welcome."])
+    session = session_of(policy)
+    async with served(session) as (_, client):
+        messages: list = [{"role": "user", "content": "Count."}]
+
+        async def create(max_tokens: int, *last: str) -> str:
+            texts = [{"role": "assistant", "content": text} for text in last]
+            answer = await client.messages.create(model="any", max_tokens=max_tokens, messages=[*messages, *texts])
+            return answer.content[0].text
+
+        assert await create(4, "1, ") == "2, 3"
+        assert await create(50, "1, 2, 3") == ", 4"
+        assert plain.text_of(policy.sent[1]).endswith("assistant\n1, 2, 3")
+        messages += [{"role": "assistant", "content": "1, 2, 3, 4"}, {"role": "user", "content": "Thanks."}]
+        assert await create(50) == "Welcome."
+    captured = session.close()
+    (segment,) = captured.segments
+    assert segment.tokens.tolist() == [*policy.sent[-1], *policy.made[-1].token_ids]
+    assert segment.tokens[segment.loss_mask].tolist() == [t for made in policy.made for t in made.token_ids]
+    assert captured.metrics["unverified_messages"] == 1
+
+
+async def test_an_answer_that_can_t_be_continued_is_refused(hermes: ChatTemplate):
+    thinks = chat_template(PLAIN.replace("assistant\n{% endif", "assistant\n<think>\n{% endif"))
+    use = {"type": "tool_use", "id": "c", "name": "weather", "input": {}}
+    for template, content, message in ((thinks, "1,", "other text before"), (hermes, [use], "results are missing")):
+        async with served(session_of(Scripted(template, ["2"]))) as (_, client):
+            messages: list = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
+            with pytest.raises(anthropic.BadRequestError, match=message):
+                await client.messages.create(model="any", max_tokens=5, messages=messages)
 
 
 async def test_anthropics_stop_sequences_are_named(plain: ChatTemplate):
