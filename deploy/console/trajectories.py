@@ -3,6 +3,7 @@
 import base64
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,11 +53,13 @@ class RecordedTrajectories:
             del self._tokens[step]
 
     def max_ratios(self) -> dict[int, float]:
+        """Return groups' largest ratios, without those of steps whose file can't be read."""
         ratios: dict[int, float] = {}
         for step in sorted(self.steps)[-MAX_CACHED_STEPS:]:
-            for tokens in self._of_step(step):
-                if (ratio := tokens.max_ratio) == ratio:
-                    ratios[tokens.group] = max(ratio, ratios.get(tokens.group, ratio))
+            with suppress(NotRecordedError):
+                for tokens in self._of_step(step):
+                    if (ratio := tokens.max_ratio) == ratio:
+                        ratios[tokens.group] = max(ratio, ratios.get(tokens.group, ratio))
         return ratios
 
     def members(self, step: int, number: int) -> list[MemberView]:

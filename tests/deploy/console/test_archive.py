@@ -145,6 +145,20 @@ def test_a_growing_ledger_is_followed(run_folder: Path, tmp_path: Path, monkeypa
     assert [group.number for group in archive.groups(GroupQuery(limit=1)).groups] == [10]
 
 
+def test_a_step_whose_tokens_are_damaged_hides_no_others(run_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "lake"
+    shutil.copytree(run_folder, folder)
+    damaged = folder / "batches" / "tokens-000003.msgpack"
+    damaged.write_bytes(damaged.read_bytes()[:50])
+    archive = FolderArchive(folder)
+    ratios = {group.number: group.max_ratio for group in archive.groups(GroupQuery()).groups}
+    assert ratios[6] is None
+    assert ratios[3] == archive.group(3).max_ratio is not None
+    assert archive.trajectory(3, 1).reward == 1.0
+    with pytest.raises(NotRecordedError, match=r"tokens-000003.msgpack can't be read: malformed"):
+        archive.trajectory(6, 1)
+
+
 def test_a_run_started_again_in_its_folder_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_run(tmp_path / "lake")
     archive = FolderArchive(folder)
