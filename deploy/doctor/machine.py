@@ -25,6 +25,7 @@ CPU_FEATURES = {
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 MEMORY_USED = Path("/sys/fs/cgroup/memory.current")
+MEMORY_STAT = Path("/sys/fs/cgroup/memory.stat")
 DRIVER = Path("/proc/driver/nvidia/version")
 SHARED_MEMORY = Path("/dev/shm")
 RAY_FILES = Path("/tmp")
@@ -90,11 +91,21 @@ def _check_memory() -> InstallationFinding:
     available, total, where = memory.available, memory.total, ""
     limit = _read_bytes(MEMORY_LIMIT)
     if limit is not None and limit < total:
-        available, total = min(available, limit - (_read_bytes(MEMORY_USED) or 0)), limit
+        available, total = min(available, limit - _read_used_memory()), limit
         where = ", the container's limit"
     found = f"{available / 2**30:.1f} of {total / 2**30:.1f} GiB available{where}"
     advice = "" if available >= MIN_MEMORY_GIB * 2**30 else "end other programs, or give the container more"
     return InstallationFinding.of("memory", found, advice)
+
+
+def _read_used_memory() -> int:
+    """Return the container's memory without inactive page cache, which the kernel frees on demand."""
+    used = _read_bytes(MEMORY_USED) or 0
+    try:
+        match = re.search(r"^inactive_file (\d+)$", MEMORY_STAT.read_text(), re.MULTILINE)
+    except OSError:
+        return used
+    return max(used - int(match[1]), 0) if match else used
 
 
 def _read_bytes(path: Path) -> int | None:

@@ -76,14 +76,16 @@ def test_lacking_cpu_features_come_with_a_way_around(
 
 
 def test_a_container_s_limits_are_those_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name, text in (("CPU_QUOTA", "150000 100000"), ("MEMORY_LIMIT", str(2 << 30)), ("MEMORY_USED", str(1 << 30))):
+    cache = f"anon {1 << 29}\ninactive_anon {1 << 29}\ninactive_file {1 << 29}\nactive_file 0\n"
+    limits = {"CPU_QUOTA": "150000 100000", "MEMORY_LIMIT": str(2 << 30), "MEMORY_USED": str(1 << 30)}
+    for name, text in {**limits, "MEMORY_STAT": cache}.items():
         (tmp_path / name).write_text(text)
         monkeypatch.setattr(machine, name, tmp_path / name)
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: range(8))
     findings = list(check_machine())
     assert "8, of which this container may use 1.5" in found("CPUs", findings).detail
     assert "`ray start --num-cpus 1`" in found("CPUs", findings).detail
-    assert found("memory", findings).detail.startswith("1.0 of 2.0 GiB available, the container's limit: ")
+    assert found("memory", findings).detail.startswith("1.5 of 2.0 GiB available, the container's limit: ")
 
 
 def test_little_shared_memory_and_few_open_files_name_the_remedy(monkeypatch: pytest.MonkeyPatch):
