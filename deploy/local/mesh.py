@@ -66,7 +66,9 @@ SPARE_CPUS = 2.0
 TEMP_ROOT, TEMP_PREFIX = Path("/tmp"), "offbeat-"
 RAY_LOG = "ray_head.out"
 LEARNER_GRACE_S = 4.0
-"""Exit time beyond twice the last step's."""
+"""Exit time beyond twice the last step's, besides that of a checkpoint."""
+SAVING = ("checkpoint", "settle")
+"""Activities of a learner that writes a checkpoint."""
 EXIT_GRACE_S = 1.0
 ANSWER_TIMEOUT_S = 120.0
 SHARED_MEMORY_SCAN_INTERVAL_S = 1.0
@@ -220,9 +222,9 @@ class LocalMesh:
             await asyncio.sleep(SHARED_MEMORY_SCAN_INTERVAL_S)
 
     async def stop_learner(self) -> int:
-        """Stop the learner after a checkpoint; return the step (-1 before the first weights).
+        """Stop the learner after a checkpoint, however long that takes; return the step (-1 before the first weights).
 
-        On timeout it is left to `stop`.
+        On timeout of the rest it is left to `stop`.
         """
         if self._redis is None or not self._owns_run:
             return -1
@@ -237,6 +239,8 @@ class LocalMesh:
                 status = await asyncio.to_thread(read_status, self._redis, self._config.exp_name)
                 if not status.alive:
                     break
+                if await asyncio.to_thread(_is_saving, self._redis, self._config.exp_name):
+                    deadline = time.monotonic() + grace_s
                 await asyncio.sleep(0.05)
             else:
                 logger.warning("the learner did not exit in %.1f s: killing it", grace_s)
@@ -303,9 +307,12 @@ class LocalMesh:
 def _learner_grace_s(redis: Redis, run_id: str) -> float:
     raw = cast(bytes | None, redis.hget(RunKeys(run_id).record, "learner_metrics"))
     metrics = json.loads(raw) if raw else {}
-    return LEARNER_GRACE_S + 2 * sum(
-        metrics.get(f"time/{stage}_s", 0.0) for stage in ("train", "publish", "checkpoint")
-    )
+    return LEARNER_GRACE_S + 2 * sum(metrics.get(f"time/{stage}_s", 0.0) for stage in ("train", "publish"))
+
+
+def _is_saving(redis: Redis, run_id: str) -> bool:
+    raw = cast(bytes | None, redis.hget(RunKeys(run_id).record, "learner_doing"))
+    return bool(raw) and json.loads(raw)["stage"] in SAVING
 
 
 def _remove_orphaned_temp() -> None:

@@ -1,6 +1,7 @@
 """Termination signals."""
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,7 +20,13 @@ def raise_interrupt_on_signals() -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGINT, also in a call that blocks an event loop, whose own handler would wait for it."""
+    """Raise KeyboardInterrupt on SIGINT, also in a call that blocks an event loop, whose own handler would wait for it.
+
+    Without effect outside of the main thread, which alone handles signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield

@@ -5,6 +5,7 @@ Invariant: stdout has only the answer, stderr the rest, without tracebacks.
 
 import asyncio
 import json
+import math
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -185,7 +186,7 @@ def show_quarantine(url: str, token: str | None, run_id: str, *, as_json: bool) 
 
 
 def change_run(url: str, token: str | None, run_id: str, values: Sequence[str], *, as_json: bool) -> int:
-    pairs = parse_pairs(values, _parse_number)
+    pairs = parse_pairs(values, parse_number)
     if pairs is None:
         return REFUSED
 
@@ -208,13 +209,14 @@ def parse_pairs(texts: Sequence[str], parse: Callable[[str], Any]) -> dict[str, 
     return pairs
 
 
-def _parse_number(text: str) -> Any:
-    """Return a number, or the text, for the service to refuse."""
+def parse_number(text: str) -> Any:
+    """Return a finite number, or the text, for the service to refuse."""
     for kind in (int, float):
         try:
-            return kind(text)
+            number = kind(text)
         except ValueError:
             continue
+        return number if math.isfinite(number) else text
     return text
 
 

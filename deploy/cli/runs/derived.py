@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from offbeat.deploy.cli.runs.calls import DONE, REFUSED, call, parse_pairs, show_answer
+from offbeat.deploy.cli.runs.calls import DONE, REFUSED, call, parse_number, parse_pairs, show_answer
 from offbeat.services.control.client import ControlClient
 from offbeat.services.control.console.schemas import ReproductionState, ReproductionView
 
@@ -30,7 +30,7 @@ def fork_run(
 
 def _parse_json(text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=str, parse_float=parse_number)
     except ValueError:
         return text
 

@@ -1,9 +1,12 @@
+import asyncio
+import json
 import time
 from pathlib import Path
 
 import pytest
 from redis import Redis
 
+from offbeat.deploy.components.learner_host import alive_key, learner_key
 from offbeat.deploy.config.loader import load_run
 from offbeat.deploy.local.mesh import LocalMesh
 from offbeat.deploy.run_setup import run_spec
@@ -32,3 +35,27 @@ async def test_a_run_of_another_mesh_is_left_as_it_is(redis_url: str, tmp_path: 
             assert await mesh.stop_learner() == -1
             mesh._write_outcome(RunState.FAILED)  # by `stop`, which would end this process's children
             assert redis.hgetall(keys.record) == before
+
+
+@pytest.mark.parametrize("stage", ["train", "checkpoint", "settle"])
+async def test_a_learner_that_writes_its_checkpoint_is_waited_for(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+):
+    """However long it takes; one that does something else ends with the grace."""
+    monkeypatch.setattr("offbeat.deploy.local.mesh.LEARNER_GRACE_S", 0.3)
+    config = load_run(QUICKSTART, [f"redis.url={redis_url}", f"output_dir={tmp_path}", "track_with=[]"])
+    run_id = config.exp_name
+    async with connect_async(redis_url) as async_redis:
+        await RunStore(async_redis).create(run_spec(config))
+    with Redis.from_url(redis_url) as redis:
+        redis.hset(learner_key(run_id), mapping={"incarnation": "1"})
+        redis.set(alive_key(run_id), "1")
+        redis.hset(RunKeys(run_id).record, "learner_doing", json.dumps({"stage": stage, "step": 3, "since": 0.0}))
+        mesh = LocalMesh(config, started_at=time.time())
+        mesh._redis, mesh._redis_url, mesh._owns_run = redis, redis_url, True
+        stopping = asyncio.create_task(mesh.stop_learner())
+        _, waiting = await asyncio.wait({stopping}, timeout=1.5)
+        assert bool(waiting) is (stage != "train")
+        redis.delete(alive_key(run_id))
+        async with asyncio.timeout(10):
+            assert await stopping == -1

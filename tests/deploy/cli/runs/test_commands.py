@@ -176,9 +176,13 @@ async def test_a_run_is_scaled_and_its_settings_change(terminal: Terminal):
         ("set", "lake", "x"),
         ("set", "lake", "learning_rat=1"),
         ("set", "lake", "temperature=hot"),
+        ("set", "lake", "max_staleness=inf"),
     ):
         refused = await terminal.types(*arguments)
         assert refused.exit_code == REFUSED, arguments
+    for value in ("NaN", "-Infinity", "1e999"):
+        refused = await terminal.types("fork", "lake", "--step", "3", f"gamma={value}")
+        assert isinstance(refused.exception, SystemExit), value
     assert "did you mean `learning_rate`?" in (await terminal.types("set", "lake", "learning_rat=1")).stderr
 
 
