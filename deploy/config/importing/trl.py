@@ -41,6 +41,8 @@ ALL_TOKENS = (
     "TRL's loss is on every token of `messages`, unless assistant_only_loss is set; here it is on the assistant's "
     "(data.train_on)"
 )
+MAX_LENGTH = "max_length"
+UNCUT = "TRL cuts no row: set sequence_length to the length of your longest one"
 KL_BEFORE_BASELINE = (
     "TRL's RLOO compares rewards less beta times their KL; here rewards are compared, and each token's KL is "
     "subtracted then"
@@ -67,7 +69,8 @@ def translate_trl(path: Path, command: str | None = None) -> tuple[Tree, list[Ke
 
 def _decide(key: Key) -> Outcome:
     if key.value is None:
-        return Outcome("same", note="not set")
+        is_uncut = key.path == (MAX_LENGTH,) and find_pipeline(key.tree) != "rlvr"
+        return Outcome("no counterpart", note=UNCUT) if is_uncut else Outcome("same", note="not set")
     return apply(RULES, key) or Outcome("no counterpart", note=UNKNOWN)
 
 
@@ -104,7 +107,7 @@ def _defaults(source: Tree) -> Iterator[tuple[str, Any]]:
         yield "ref_model_mixup_alpha", MIXUP
     if pipeline != "rlvr":
         yield "sequence_length", 1024
-        if command != "reward":
+        if command != "reward" and source.get(MAX_LENGTH, 0) is not None:
             yield "data.too_long", "truncate"
         if command == "sft":
             yield "data.response_key", "completion"

@@ -79,6 +79,17 @@ def test_fine_tuning_with_lora(tmp_path: Path):
     assert (training.learning_rate, training.lr_scheduler_type, training.adam_beta2) == (2e-5, "linear", 0.999)
 
 
+def test_rows_that_trl_does_not_cut_are_not_cut_and_their_length_is_asked_for(tmp_path: Path):
+    text = SFT.replace("max_length: 2048", "max_length: null")
+    assert text != SFT
+    imported = import_trl(write(tmp_path, "sft.yaml", text))
+    (report,) = [each for each in imported.keys if each.key == ("max_length",)]
+    assert (report.outcome.status, "sequence_length" in report.outcome.note) == ("no counterpart", True)
+    config = validate_tree(imported.tree)
+    assert config.data is not None
+    assert config.data.too_long == "drop"
+
+
 def test_preferences(tmp_path: Path):
     imported = import_trl(write(tmp_path, "dpo.yaml", DPO))
     assert imported.to_do == ()
