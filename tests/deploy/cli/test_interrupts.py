@@ -12,8 +12,6 @@ import pytest
 
 from tests.waiting import wait_until_sync
 
-HIDDEN, SHOWN = b"\x1b[?25l", b"\x1b[?25h"
-
 pytestmark = pytest.mark.slow
 
 
@@ -72,11 +70,3 @@ class Closing(gymnasium.Env):
     wait_until_sync(lambda: psutil.Process(terminal.process.pid).status() == psutil.STATUS_SLEEPING)
     assert terminal.interrupt() == 0
     assert terminal.output.endswith(b"left before the end\r\nenv closed\r\n")
-
-
-def test_an_interrupted_rollout_leaves_the_cursor_visible_and_no_traceback(tmp_path: Path) -> None:
-    terminal = Terminal(tmp_path, "rollout", "quickstart", "--agent", "random", "--episodes", "100000")
-    terminal.read_until(b"\x1b[2K")  # drawn a second time
-    assert terminal.interrupt() == 130
-    assert terminal.output.rindex(SHOWN) > terminal.output.rindex(HIDDEN)
-    assert b"Traceback" not in terminal.output
