@@ -20,14 +20,15 @@ def raise_interrupt_on_signals() -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGINT, also in a call that blocks an event loop, whose own handler would wait for it.
+    """Raise KeyboardInterrupt on SIGINT at once, also in a call that blocks an event loop.
 
     Without effect outside of the main thread, which alone handles signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    # asyncio replaces `default_int_handler` by one that waits for the loop
+    before = signal.signal(signal.SIGINT, lambda *_: signal.default_int_handler(signal.SIGINT, None))
     try:
         yield
     finally:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from offbeat.deploy.local.signals import interruptible
 from offbeat.envs.contract import random_answer
 from offbeat.envs.registry import TextEnv
 from offbeat.envs.tools.functions import Call, write_calls, write_results
@@ -49,8 +48,7 @@ def make_human_agent() -> Callable[[], str]:
 
     def respond() -> str:
         try:
-            with interruptible():
-                return input("> ")
+            return input("> ")
         except (EOFError, KeyboardInterrupt):
             raise UserLeftError from None
 

@@ -90,24 +90,25 @@ async def run_episodes(
     runtime: AgentRuntime | None = None,
 ) -> EpisodeResult:
     """sample: None for random answers. runtime: for external agents."""
-    result, slots = EpisodeResult(), asyncio.Semaphore(request.concurrency)
+    result = EpisodeResult()
     pool = EnvPool(config.custom_envs, min(request.concurrency, 32))
     rows = open_answered(config, request.seed, chat)
-    tasks = build_tasks(config, request, rows)
+    remaining = enumerate(build_tasks(config, request, rows))
 
-    async def run_one(number: int, task: Task) -> None:
-        async with slots:
+    async def play_remaining() -> None:
+        for number, task in remaining:
+            await asyncio.sleep(0)  # random answers wait for nothing: let the loop handle an interrupt
             try:
                 played = await _play(config, request, number, task, chat, sample, pool, runtime, rows)
                 result.trajectories.append(played if rows is None else await rows.score(played, request.kind))
             except EpisodeError as error:
                 result.failures[error.reason] += 1
-        progress(len(result.trajectories) + result.failures.total(), request.episodes)
+            progress(len(result.trajectories) + result.failures.total(), request.episodes)
 
     try:
         async with asyncio.TaskGroup() as group:
-            for number, task in enumerate(tasks):
-                group.create_task(run_one(number, task))
+            for _ in range(min(request.concurrency, request.episodes)):
+                group.create_task(play_remaining())
     finally:
         await pool.close()
         if rows is not None:

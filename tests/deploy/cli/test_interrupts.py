@@ -12,6 +12,8 @@ import pytest
 
 from tests.waiting import wait_until_sync
 
+HIDDEN, SHOWN, DRAWN = b"\x1b[?25l", b"\x1b[?25h", b"\x1b[2K"
+
 pytestmark = pytest.mark.slow
 
 
@@ -28,7 +30,10 @@ class Terminal:
 
     def read_until(self, text: bytes) -> None:
         while text not in self.output:
-            assert self._read(), self.output
+            self.read_more()
+
+    def read_more(self) -> None:
+        assert self._read(), self.output
 
     def interrupt(self) -> int:
         self.process.send_signal(signal.SIGINT)
@@ -70,3 +75,14 @@ class Closing(gymnasium.Env):
     wait_until_sync(lambda: psutil.Process(terminal.process.pid).status() == psutil.STATUS_SLEEPING)
     assert terminal.interrupt() == 0
     assert terminal.output.endswith(b"left before the end\r\nenv closed\r\n")
+
+
+def test_an_interrupted_rollout_ends_at_once_without_a_traceback_and_the_cursor_is_visible(tmp_path: Path) -> None:
+    """Also while it looks for the tasks of so many episodes."""
+    terminal = Terminal(tmp_path, "rollout", "quickstart", "--agent", "random", "--episodes", "100000")
+    terminal.read_until(b"collecting")
+    while terminal.output.count(DRAWN) < 4:
+        terminal.read_more()
+    assert terminal.interrupt() == 130
+    assert terminal.output.rindex(SHOWN) > terminal.output.rindex(HIDDEN)
+    assert b"Traceback" not in terminal.output

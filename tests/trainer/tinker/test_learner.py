@@ -12,7 +12,7 @@ from redis import Redis
 
 from offbeat.services.redis.connection import connect
 from offbeat.services.tinker.audit import CommandEvidence, find_problems
-from offbeat.services.tinker.log import CommandLog, Write
+from offbeat.services.tinker.log import CommandLog
 from offbeat.services.tinker.records import (
     AppliedCommand,
     Command,
@@ -69,22 +69,14 @@ class StoppingLog(CommandLog):
         self.learner.stop()
         return set()
 
-    def commit(
-        self,
-        model_id: str,
-        owner: str,
-        seq_id: int,
-        result: Result,
-        writes: Sequence[Write] = (),
-        discarded: str = "",
-    ) -> bool:
+    def commit(self, model_id: str, owner: str, seq_id: int, result: Result, *rest: Any) -> bool:
         if seq_id <= self.applied(model_id):
             self.repeated.append((model_id, seq_id, result))
         elif not self._survives:
             raise KilledError
         else:
             self._survives -= 1
-        return super().commit(model_id, owner, seq_id, result, writes, discarded)
+        return super().commit(model_id, owner, seq_id, result, *rest)
 
 
 @pytest.fixture
