@@ -48,7 +48,6 @@ RECONCILE_TIMEOUT_S = 900.0
 OUTAGE_GRACE_S = 3.0
 """Time after an outage in which nothing counts as dead."""
 REPORT_RETRY_S = 5.0
-FAILED_START_PREFIX = "start at "
 STOPPED_STATES = (Health.ABSENT, Health.DEAD, Health.DONE)
 
 
@@ -305,7 +304,7 @@ class Reconciler:
                 return f"{component.name} died {restarts.count} times without progress: {observation.detail}"
         elif observation.health is Health.ABSENT:
             last = await self._last_restarts(record.run_id, component.name)
-            restarts = last if last.incident.startswith(FAILED_START_PREFIX) else Restarts()
+            restarts = last if last.start_failed else Restarts()
         else:
             return ""
         if self._store.clock() < restarts.last_at + self._policy.delay_s(restarts.count):
@@ -320,9 +319,8 @@ class Reconciler:
                 logger.warning("run %s: starting %s failed: %s; retrying", *key, error)
                 return ""
             logger.exception("run %s: starting %s failed", record.run_id, component.name)
-            incident = f"{FAILED_START_PREFIX}{self._store.clock()} after {observation.incident}"
-            failure = Observation(Health.DEAD, f"can't be started: {error}", self._own_log, incident)
-            restarts = await self._count(record.run_id, component.name, failure)
+            failure = replace(observation, detail=f"can't be started: {error}")
+            restarts = await self._count(record.run_id, component.name, failure, start_failed=True)
             if restarts.count > self._policy.max_restarts:
                 return f"{component.name} could not be started {restarts.count} times: {error}"
         return ""
@@ -330,15 +328,17 @@ class Reconciler:
     async def _last_restarts(self, run_id: str, component: str) -> Restarts:
         return (await self._store.components.restarts(run_id)).get(component, Restarts())
 
-    async def _count(self, run_id: str, component: str, observation: Observation) -> Restarts:
-        """Count a death, once per incident."""
+    async def _count(
+        self, run_id: str, component: str, observation: Observation, *, start_failed: bool = False
+    ) -> Restarts:
+        """Count a death, once per incident, or a failed start."""
         before = await self._last_restarts(run_id, component)
-        if observation.incident == (before.incident.partition(" after ")[2] or before.incident):
+        if observation.incident == before.incident and not start_failed:
             return before
         step = (await self._store.components.progress(run_id)).step
         count = before.count + 1 if step <= before.step else 1
         now = self._store.clock()
-        restarts = Restarts(count, before.total + 1, now, observation.incident, step, has_recovered=False)
+        restarts = Restarts(count, before.total + 1, now, observation.incident, step, False, start_failed)
         logger.warning("run %s: %s is dead (%s), restart %d", run_id, component, observation.detail, restarts.total)
         await self._store.components.set_restarts(run_id, component, restarts, observation.detail)
         return restarts

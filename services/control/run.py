@@ -190,6 +190,8 @@ class Restarts:
     step: int = -1
     has_recovered: bool = True
     """Whether it has been ready since."""
+    start_failed: bool = False
+    """Whether the last one counted is a failed start after `incident`."""
 
 
 @dataclass(frozen=True, slots=True)
