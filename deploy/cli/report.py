@@ -47,7 +47,8 @@ def remake_report(run: str, redis_url: str | None = None) -> int:
         ended_at = earlier["ended_at"]
     maker = ReportMaker(config, history)
     maker.timings = earlier.get("startup_s", {})
-    maker.make_artifacts()
+    maker.draw()
+    maker.render()
     maker.write(counters, ended_at=ended_at or last)
     maker.show()
     return 0

@@ -211,9 +211,10 @@ class TrainCommand:
 
     async def _end_finished(self) -> int:
         self._view.print("Trained. Writing the report ...")
-        making = asyncio.create_task(asyncio.to_thread(self._report.make_artifacts))
+        drawing = asyncio.create_task(asyncio.to_thread(self._report.draw))
         await self._mesh.stop(RunState.FINISHED)
-        await making
+        await drawing
+        await asyncio.to_thread(self._report.render)  # its envs' processes would have been stopped, too
         self._view.close()
         self._report.write(self._last.counters if self._last else None, ended_at=time.time())
         self._report.show()

@@ -5,6 +5,7 @@ memory.
 """
 
 import asyncio
+import fcntl
 import json
 import logging
 import math
@@ -13,6 +14,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
@@ -89,6 +91,7 @@ class LocalMesh:
         self._redis_url = config.redis.url or ""
         self._learner: LearnerHost | None = None
         self._ray_temp: Path | None = None
+        self._ray_temp_lock: int | None = None
         self._ray: RayHead | None = None
         self._launched = asyncio.Event()
         self._owns_run = False
@@ -182,6 +185,7 @@ class LocalMesh:
         # Not in the run's folder: paths of Unix sockets have to be short.
         _remove_orphaned_temp()
         self._ray_temp = Path(tempfile.mkdtemp(prefix=f"{TEMP_PREFIX}{os.getpid()}-", dir=TEMP_ROOT))
+        self._ray_temp_lock = _try_lock(self._ray_temp)
         infer, rollout = self._config.actor_infer, self._config.rollout
         cpus = infer.num_replicas * infer.cpus_per_replica + rollout.num_workers * rollout.cpus_per_worker + SPARE_CPUS
         settings = RaySettings(
@@ -282,6 +286,9 @@ class LocalMesh:
         remove_endpoints(self._folder)
         if self._ray_temp is not None:
             shutil.rmtree(self._ray_temp, ignore_errors=True)
+        if self._ray_temp_lock is not None:
+            os.close(self._ray_temp_lock)
+            self._ray_temp_lock = None
 
     def _copy_ray_logs(self) -> None:
         link = self._folder / LOGS / "ray"
@@ -315,11 +322,26 @@ def _is_saving(redis: Redis, run_id: str) -> bool:
     return bool(raw) and json.loads(raw)["stage"] in SAVING
 
 
+def _try_lock(folder: Path) -> int | None:
+    """Return the descriptor that holds a folder's lock until it is closed; None if another process has it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
 def _remove_orphaned_temp() -> None:
+    """Remove Ray's folders of killed commands. Containers that share /tmp do not see each other's processes."""
     for folder in TEMP_ROOT.glob(f"{TEMP_PREFIX}*-*"):
         pid = folder.name.removeprefix(TEMP_PREFIX).partition("-")[0]
         if pid.isdecimal() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):
+                if (lock := _try_lock(folder)) is not None:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    os.close(lock)
 
 
 def _client_host(host: str) -> str:

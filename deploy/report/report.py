@@ -39,7 +39,7 @@ HTML = "episodes.html"
 
 
 class ReportMaker:
-    """`make_artifacts` may take minutes; then call `write`."""
+    """`draw` and `render` may take minutes; then call `write`."""
 
     def __init__(self, config: RunConfig, history: RunHistory) -> None:
         self._config = config
@@ -49,9 +49,13 @@ class ReportMaker:
         self._report: dict[str, Any] = {}
         self.timings: Mapping[str, float] = {}
 
-    def make_artifacts(self) -> None:
+    def draw(self) -> None:
+        """Play the baselines and draw the curve."""
         self._baselines = run_baselines(self._config)
         draw_curve(self._folder / CURVE, self._config, self._history, self._baselines)
+
+    def render(self) -> None:
+        """Play recorded episodes again, in envs that may start processes, and render them."""
         render_episodes(self._folder, self._config)
 
     def write(self, counters: CountersView | None, *, ended_at: float) -> dict[str, Any]:

@@ -59,3 +59,21 @@ async def test_a_learner_that_writes_its_checkpoint_is_waited_for(
         redis.delete(alive_key(run_id))
         async with asyncio.timeout(10):
             assert await stopping == -1
+
+
+def test_the_ray_folder_of_a_process_in_another_container_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A shared /tmp: its pid says nothing here."""
+    monkeypatch.setattr("offbeat.deploy.local.mesh.TEMP_ROOT", tmp_path)
+    monkeypatch.setattr("offbeat.deploy.local.mesh.psutil.pid_exists", lambda _pid: False)
+    theirs = LocalMesh(load_run(QUICKSTART, [f"output_dir={tmp_path}/theirs"]), started_at=time.time())
+    theirs._make_ray(1)
+    orphan = tmp_path / "offbeat-77-killed"
+    orphan.mkdir()
+    ours = LocalMesh(load_run(QUICKSTART, [f"output_dir={tmp_path}/ours"]), started_at=time.time())
+    ours._make_ray(2)
+    assert theirs._ray_temp is not None
+    assert theirs._ray_temp.is_dir()
+    assert not orphan.exists()
+    for mesh in (ours, theirs):
+        mesh._remove_leftovers()
+    assert list(tmp_path.glob("offbeat-*")) == []

@@ -111,7 +111,8 @@ def test_the_report_summarizes_the_records(config: RunConfig):
 
 def test_a_run_without_records_has_a_report(config: RunConfig):
     maker = ReportMaker(config, RunHistory())
-    maker.make_artifacts()
+    maker.draw()
+    maker.render()
     report = maker.write(None, ended_at=150.0)
     assert set(report) >= ISSUE_2
     assert report["success_after"] is None
@@ -127,7 +128,8 @@ def test_report_curve_and_rendered_episodes_are_written(config: RunConfig, tmp_p
     for name in ("before-sampled-0", "after-sampled-2"):
         (tmp_path / "evaluations" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     maker = ReportMaker(config, history(records()))
-    maker.make_artifacts()
+    maker.draw()
+    maker.render()
     written = maker.write(COUNTERS, ended_at=150.0)
     assert json.loads((tmp_path / "report.json").read_text()) == written
     assert (
