@@ -28,7 +28,9 @@ logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 1.0
 LEARNER_GRACE_S = 20.0
-HOST_EXTRA_GRACE_S = 4.0
+"""Time to end a step; a checkpoint's is added."""
+STOP_LIMIT_S = 600.0
+"""Limit of a learner's stop, checkpoint included."""
 ENSURE_INTERVAL_S = 5.0
 SHUTDOWN_KEY = b"serve-shutdown-in-progress"
 SHUTDOWN_FLAG_TTL_S = 30
@@ -57,7 +59,7 @@ class Reaper:
             return
         if name.startswith(ray_names.LEARNER_HOST_PREFIX):
             try:
-                async with asyncio.timeout(LEARNER_GRACE_S + HOST_EXTRA_GRACE_S):
+                async with asyncio.timeout(STOP_LIMIT_S):
                     await actor.stop.remote(LEARNER_GRACE_S)  # pyright: ignore[reportGeneralTypeIssues]
             except (RayError, TimeoutError) as error:
                 logger.warning("%s did not stop gracefully and is killed: %r", name, error)
@@ -75,14 +77,16 @@ def stop_learners(redis_url: str) -> None:
         return
     with connect(redis_url, patience_s=1.0) as redis:
         redis.set(ENDING, "1", ex=SHUTDOWN_FLAG_TTL_S)
-    hosts = [name for name in list_actor_names() if name.startswith(ray_names.LEARNER_HOST_PREFIX)]
-    logger.info("Serve is shutting down: stopping %d learner(s) before Redis", len(hosts))
-    stop_calls: list[ray.ObjectRef[None]] = []
-    for name in hosts:
-        with suppress(ValueError):  # it has already exited
-            stop_calls.append(ray.get_actor(name, namespace=ray_names.NAMESPACE).stop.remote(LEARNER_GRACE_S))
-    if stop_calls:
-        ray.wait(stop_calls, num_returns=len(stop_calls), timeout=LEARNER_GRACE_S + HOST_EXTRA_GRACE_S)
+        hosts = [name for name in list_actor_names() if name.startswith(ray_names.LEARNER_HOST_PREFIX)]
+        logger.info("Serve is shutting down: stopping %d learner(s) before Redis", len(hosts))
+        stopping: list[ray.ObjectRef[None]] = []
+        for name in hosts:
+            with suppress(ValueError):  # it has already exited
+                stopping.append(ray.get_actor(name, namespace=ray_names.NAMESPACE).stop.remote(LEARNER_GRACE_S))
+        deadline = time.monotonic() + STOP_LIMIT_S
+        while stopping and time.monotonic() < deadline:
+            _, stopping = ray.wait(stopping, num_returns=len(stopping), timeout=SHUTDOWN_FLAG_TTL_S / 3)
+            redis.set(ENDING, "1", ex=SHUTDOWN_FLAG_TTL_S)
 
 
 def is_serve_shutting_down() -> bool:

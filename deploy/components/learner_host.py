@@ -21,6 +21,7 @@ from typing import cast
 from redis import Redis
 from redis.exceptions import RedisError
 
+from offbeat.services.control.run import LearnerReport
 from offbeat.services.errors import RetryableError
 from offbeat.services.keys import RunKeys
 from offbeat.services.process import bind_to_thread
@@ -37,6 +38,7 @@ REDIS_RETRY_TIMEOUT_S = 0.5
 HEARTBEAT_TTL_S = 6.0
 """Time until a host and its learner count as dead."""
 KILL_TIMEOUT_S = 2.0
+SAVING_POLL_S = 1.0
 HANG_TIMEOUT_S = 30.0
 """Time until a learner without lease is killed."""
 STANDBY_START_INTERVAL_S = 5.0
@@ -102,6 +104,11 @@ def read_status(redis: Redis, run_id: str) -> LearnerStatus:
         died=raw.get(b"died", b"").decode(),
         death_reason=raw.get(b"died_how", b"").decode(),
     )
+
+
+def read_report(redis: Redis, run_id: str) -> LearnerReport:
+    values = cast(list[bytes | None], redis.hmget(RunKeys(run_id).record, LearnerReport.FIELDS))
+    return LearnerReport.decode(values)
 
 
 def request_stop(redis: Redis, run_id: str, *, now: bool) -> None:
@@ -186,14 +193,30 @@ class LearnerHost:
         return self._exited.wait(timeout_s)
 
     def stop(self, grace_s: float) -> None:
-        """Terminate the learner without Redis; kill it after `grace_s`."""
+        """Terminate the learner, also without Redis; kill it after `grace_s` and a checkpoint that it then writes."""
         self._stopping = True
-        for signal_number, timeout_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_TIMEOUT_S)):
-            if self._thread is None or not self._thread.is_alive():
-                return
-            if self._process is not None:
-                self._process.send_signal(signal_number)
-            self.wait(timeout_s)
+        if self._send_signal(signal.SIGTERM):
+            self.wait(grace_s)
+            while not self.wait(0.0) and self._is_saving():
+                self.wait(SAVING_POLL_S)
+        if self._send_signal(signal.SIGKILL):
+            self.wait(KILL_TIMEOUT_S)
+
+    def _send_signal(self, number: signal.Signals) -> bool:
+        """Return False if the learner has exited."""
+        if self._thread is None or not self._thread.is_alive():
+            return False
+        if self._process is not None:
+            self._process.send_signal(number)
+        return True
+
+    def _is_saving(self) -> bool:
+        try:
+            with connect(self._redis_url, patience_s=REDIS_RETRY_TIMEOUT_S) as redis:
+                return read_report(redis, self._run_id).is_saving
+        except RedisError as error:
+            logger.warning("can't read whether the learner writes a checkpoint: %s", error)
+            return False
 
     def _watch(self, incarnation: str) -> None:
         process = self._process = self._spawn()

@@ -6,7 +6,6 @@ memory.
 
 import asyncio
 import fcntl
-import json
 import logging
 import math
 import os
@@ -16,13 +15,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import cast
 
 import psutil
 from redis import Redis
 from redis.exceptions import RedisError
 
-from offbeat.deploy.components.learner_host import LearnerHost, read_status, request_stop
+from offbeat.deploy.components.learner_host import LearnerHost, read_report, read_status, request_stop
 from offbeat.deploy.components.ray_names import CONTROL_APP, NAMESPACE
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.local.processes import (
@@ -46,7 +44,7 @@ from offbeat.deploy.run_setup import (
 )
 from offbeat.services.buffer.admin import release_all_workers
 from offbeat.services.control.client import ControlClient
-from offbeat.services.control.run import DesiredState, RunState, UnknownRunError
+from offbeat.services.control.run import DesiredState, LearnerReport, RunState, UnknownRunError
 from offbeat.services.control.store import RunStore
 from offbeat.services.errors import MeshError
 from offbeat.services.keys import RunKeys
@@ -69,8 +67,6 @@ TEMP_ROOT, TEMP_PREFIX = Path("/tmp"), "offbeat-"
 RAY_LOG = "ray_head.out"
 LEARNER_GRACE_S = 4.0
 """Exit time beyond twice the last step's, besides that of a checkpoint."""
-SAVING = ("checkpoint", "settle")
-"""Activities of a learner that writes a checkpoint."""
 EXIT_GRACE_S = 1.0
 ANSWER_TIMEOUT_S = 120.0
 SHARED_MEMORY_SCAN_INTERVAL_S = 1.0
@@ -236,14 +232,14 @@ class LocalMesh:
             async with connect_async(self._redis_url, patience_s=1.0) as async_redis:
                 await RunStore(async_redis).want(self._config.exp_name, DesiredState.STOPPED)
             await asyncio.to_thread(request_stop, self._redis, self._config.exp_name, now=False)
-            grace_s = await asyncio.to_thread(_learner_grace_s, self._redis, self._config.exp_name)
+            grace_s = _learner_grace_s(await asyncio.to_thread(read_report, self._redis, self._config.exp_name))
             grace_s += STOP_S if has_processes(self._config.track_with) else 0.0
             deadline = time.monotonic() + grace_s
             while time.monotonic() < deadline:
                 status = await asyncio.to_thread(read_status, self._redis, self._config.exp_name)
                 if not status.alive:
                     break
-                if await asyncio.to_thread(_is_saving, self._redis, self._config.exp_name):
+                if (await asyncio.to_thread(read_report, self._redis, self._config.exp_name)).is_saving:
                     deadline = time.monotonic() + grace_s
                 await asyncio.sleep(0.05)
             else:
@@ -311,15 +307,8 @@ class LocalMesh:
         self.timings[part] = time.time() - self._started_at
 
 
-def _learner_grace_s(redis: Redis, run_id: str) -> float:
-    raw = cast(bytes | None, redis.hget(RunKeys(run_id).record, "learner_metrics"))
-    metrics = json.loads(raw) if raw else {}
-    return LEARNER_GRACE_S + 2 * sum(metrics.get(f"time/{stage}_s", 0.0) for stage in ("train", "publish"))
-
-
-def _is_saving(redis: Redis, run_id: str) -> bool:
-    raw = cast(bytes | None, redis.hget(RunKeys(run_id).record, "learner_doing"))
-    return bool(raw) and json.loads(raw)["stage"] in SAVING
+def _learner_grace_s(report: LearnerReport) -> float:
+    return LEARNER_GRACE_S + 2 * sum(report.metrics.get(f"time/{stage}_s", 0.0) for stage in ("train", "publish"))
 
 
 def _try_lock(folder: Path) -> int | None:

@@ -104,4 +104,4 @@ class ControlTuning(Config):
     max_restarts: int = Field(default=5, ge=0)
     """Deaths of a component without progress before its run fails."""
     drain_timeout_s: float = Field(default=60.0, gt=0)
-    """Time of a graceful stop before the run is killed, s."""
+    """Time of a graceful stop before the run is killed, s; a checkpoint that is being written is waited for."""

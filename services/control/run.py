@@ -219,6 +219,11 @@ class LearnerReport:
     )
     """Of the run's record."""
 
+    @property
+    def is_saving(self) -> bool:
+        """Return whether it writes a checkpoint."""
+        return self.doing.get("stage") in ("checkpoint", "settle")
+
     @classmethod
     def decode(cls, values: Sequence[bytes | None]) -> "LearnerReport":
         """values: of `FIELDS`, None for a missing one."""

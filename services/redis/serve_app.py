@@ -20,7 +20,8 @@ from offbeat.services.telemetry import configure_logging
 DEPLOYMENT = "redis"
 HEAD_NODE = "node:__internal_head__"
 """Keeps the replica at its folder and address."""
-SHUTDOWN_TIMEOUT_S = 40.0
+SHUTDOWN_TIMEOUT_S = 640.0
+"""Limit of `RedisSettings.before_end`, in which learners save."""
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,10 @@
+import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
@@ -127,6 +129,21 @@ def test_host_stops_its_learner_gracefully_or_kills_it(
     assert host.wait(0)
     assert read_status(redis, "r").exit_code == code
     host.stop(grace_s=30.0)
+
+
+def test_host_waits_for_the_checkpoint_of_its_learner(redis: Redis, redis_url: str, tmp_path: Path):
+    record = RunKeys("r").record
+    redis.hset(record, "learner_doing", json.dumps({"stage": "checkpoint", "step": 1}))
+    host = LearnerHost("r", redis_url, tmp_path, command=STUBBORN)
+    host.start()
+    wait_until_sync(lambda: is_up(tmp_path))
+    stopping = threading.Thread(target=host.stop, args=(0.1,))
+    stopping.start()
+    stopping.join(1.5)
+    assert stopping.is_alive()
+    redis.hset(record, "learner_doing", json.dumps({"stage": "publish", "step": 1}))
+    stopping.join(30.0)
+    assert read_status(redis, "r").exit_code == -signal.SIGKILL
 
 
 def test_start_is_idempotent(redis: Redis, redis_url: str, tmp_path: Path):

@@ -258,6 +258,22 @@ async def test_a_graceful_stop_that_takes_too_long_continues_without_grace(
     assert mesh["learner"].stops[-1] is True
 
 
+async def test_a_graceful_stop_waits_for_a_checkpoint_that_is_being_written(
+    reconciler: Reconciler, mesh: FakeMesh, store: RunStore, clock: FakeClock, async_redis: Redis
+):
+    await reconcile_until(reconciler, RunState.RUNNING)
+    mesh["learner"].stops_at_once = False
+    await store.want("lake", DesiredState.STOPPED)
+    await async_redis.hset(RunKeys("lake").record, "learner_doing", json.dumps({"stage": "checkpoint", "step": 1}))
+    await reconcile_until(reconciler, RunState.DRAINING, passes=3)
+    clock.now += RestartPolicy().drain_timeout_s + 1
+    await reconcile_until(reconciler, RunState.DRAINING, passes=3)
+    assert set(mesh["learner"].stops) == {False}
+    await async_redis.hset(RunKeys("lake").record, "learner_doing", json.dumps({"stage": "publish", "step": 1}))
+    await reconcile_until(reconciler, RunState.STOPPED)
+    assert mesh["learner"].stops[-1] is True
+
+
 @pytest.mark.parametrize("passes", [0, 1, 2])
 async def test_stopping_now_works_from_any_state(reconciler: Reconciler, mesh: FakeMesh, store: RunStore, passes: int):
     for _ in range(passes):
