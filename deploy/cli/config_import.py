@@ -35,7 +35,7 @@ def import_files(
     trial: with tiny models on CPUs. command: TRL's, if a file's keys do not determine it.
 
     Raises:
-        ImportFailedError: an unreadable file, or an existing one of ours without `force`.
+        ImportFailedError: an unreadable file, an existing one of ours without `force`, or two files of one name.
     """
     if command is not None and library != "trl":
         raise ImportFailedError(f"--command names TRL's command, which files of {library} do not have: leave it out")
@@ -43,6 +43,7 @@ def import_files(
         raise ImportFailedError(f"{out} is a file, for {len(files)} configurations: name a folder")
     is_folder = len(files) > 1 or out.is_dir()
     targets = [out / f"{file.stem}.yaml" if is_folder else out for file in files]
+    _check_distinct(files, targets)
     for target in targets:
         if target.exists() and not force:
             raise ImportFailedError(f"{target} exists already: take another name, or --force")
@@ -54,6 +55,15 @@ def import_files(
         target.write_text(to_yaml(imported, library), encoding="utf-8")
         for line in to_text(imported, str(target)):
             echo(line)
+
+
+def _check_distinct(files: Sequence[Path], targets: Sequence[Path]) -> None:
+    sources: dict[Path, Path] = {}
+    for file, target in zip(files, targets, strict=True):
+        if (other := sources.setdefault(target, file)) is not file:
+            raise ImportFailedError(
+                f"{other} and {file} would both be written to {target}: import them into two folders"
+            )
 
 
 def _import(library: str, file: Path, *, trial: bool, command: str | None) -> Imported:

@@ -44,6 +44,19 @@ def test_several_files_need_a_folder(tmp_path: Path):
     ]
 
 
+def test_files_of_one_name_are_refused_before_anything_is_written(tmp_path: Path):
+    """As examples of ROLL and TRL have in different folders."""
+    sources = [tmp_path / folder / "variant.yaml" for folder in ("a", "b")]
+    for source in sources:
+        source.parent.mkdir()
+        shutil.copy(FROZEN_LAKE, source)
+    out = tmp_path / "out"
+    code, text = run("roll", *map(str, sources), "-o", str(out), "--trial", "--force")
+    assert code == 2
+    assert "would both be written to" in " ".join(text.split())
+    assert not out.exists()
+
+
 def test_the_user_names_the_command_of_a_file_that_does_not(tmp_path: Path):
     """As TRL's own example of `trl dpo`, whose file has a model and a dataset alone."""
     (tmp_path / "config.yaml").write_text("model_name_or_path: org/model\ndataset_name: anthropic/hh-rlhf\n")
