@@ -201,8 +201,16 @@ class FSDP2Engine(OffloadableStates):
         full = weight.full_tensor() if isinstance(weight, DTensor) else weight
         return full.to(self._dtype)
 
-    def save(self, folder: Path) -> None:
+    def _states(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the states of model and optimizer."""
+        if not self._optimizer.state:
+            get_state_dict(self._module, self._optimizer)  # makes the moments by a step, which Adam would count
+            forget(self._optimizer.state.values())
         model, optimizer = get_state_dict(self._module, self._optimizer)
+        return model, cast(dict[str, Any], optimizer)
+
+    def save(self, folder: Path) -> None:
+        model, optimizer = self._states()
         saving.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
         if self.rank == 0:
             if self._scaler.is_enabled():
@@ -211,7 +219,7 @@ class FSDP2Engine(OffloadableStates):
 
     def load(self, folder: Path) -> None:
         check_layout(folder, self._training)
-        model, optimizer = get_state_dict(self._module, self._optimizer)
+        model, optimizer = self._states()
         groups = optimizer.pop(
             "param_groups"
         )  # a file has those of the stage that wrote it; all settings are configured

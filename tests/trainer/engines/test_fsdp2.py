@@ -100,6 +100,18 @@ def test_loaded_engine_resumes_exactly(folder: Path, ranks: Ranks, dtype: str, t
     assert_same(weights_of(saved), weights_of(fresh))
 
 
+def test_a_checkpoint_before_the_first_step_leaves_that_step_as_it_is(
+    folder: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    undisturbed, saved, loaded = (engine(folder, ranks) for _ in range(3))
+    saved.save(tmp_path)
+    loaded.load(tmp_path)
+    for each in (undisturbed, saved, loaded):
+        each.train(fixed_batch(), nll, HYPER)
+    for each in (saved, loaded):
+        assert_same(weights_of(each), weights_of(undisturbed), atol=0.0)
+
+
 def test_loaded_engine_keeps_its_current_settings(folder: Path, ranks: Ranks, tmp_path: Path) -> None:
     saved = engine(folder, ranks)
     saved.train(fixed_batch(), nll, HYPER)
