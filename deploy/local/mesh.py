@@ -278,13 +278,16 @@ class LocalMesh:
         self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
-        cleanup(self._config.exp_name, self._config.weights, self._folder)
         remove_endpoints(self._folder)
         if self._ray_temp is not None:
             shutil.rmtree(self._ray_temp, ignore_errors=True)
         if self._ray_temp_lock is not None:
             os.close(self._ray_temp_lock)
             self._ray_temp_lock = None
+        try:
+            cleanup(self._config.exp_name, self._config.weights, self._folder)
+        except (MeshError, OSError) as error:
+            logger.warning("published versions are left, until the run starts again: %s", error)
 
     def _copy_ray_logs(self) -> None:
         link = self._folder / LOGS / "ray"

@@ -1,5 +1,6 @@
 import asyncio
 import json
+import os
 import time
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from redis import Redis
 from offbeat.deploy.components.learner_host import alive_key, learner_key
 from offbeat.deploy.config.loader import load_run
 from offbeat.deploy.local.mesh import LocalMesh
+from offbeat.deploy.run_folder import Endpoints, read_endpoints, write_endpoints
 from offbeat.deploy.run_setup import run_spec
 from offbeat.services.control.run import RunExistsError, RunState
 from offbeat.services.control.store import RunStore
@@ -77,3 +79,19 @@ def test_the_ray_folder_of_a_process_in_another_container_is_left(tmp_path: Path
     for mesh in (ours, theirs):
         mesh._remove_leftovers()
     assert list(tmp_path.glob("offbeat-*")) == []
+
+
+def test_a_store_of_weights_that_fails_leaves_the_rest_to_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """And a run that has ended writes its report."""
+    monkeypatch.setattr("offbeat.deploy.local.mesh.TEMP_ROOT", tmp_path)
+    run = tmp_path / "run"
+    config = load_run(QUICKSTART, [f"output_dir={run}", "weights.transport=fs", "weights.url=nowhere://bucket/x"])
+    mesh = LocalMesh(config, started_at=time.time())
+    mesh._make_ray(1)
+    write_endpoints(run, Endpoints(os.getpid(), "redis://:secret@x", "http://y"))
+    mesh._remove_leftovers()
+    assert read_endpoints(run) is None
+    assert list(tmp_path.glob("offbeat-*")) == []
+    assert "weights.url 'nowhere://bucket/x' cannot be used" in caplog.text
