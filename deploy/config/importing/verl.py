@@ -80,6 +80,7 @@ DEFAULTS: dict[str, Any] = {
     f"{ROLLOUT}.val_kwargs.n": 1,
     "algorithm.lam": 1.0,
     "algorithm.kl_ctrl.kl_coef": 0.001,
+    "algorithm.kl_ctrl.target_kl": 0.1,
     "trainer.test_freq": -1,
     "critic.optim.lr": 1e-5,
     "critic.cliprange_value": 0.5,

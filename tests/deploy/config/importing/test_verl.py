@@ -144,6 +144,7 @@ OVERLONG = "+reward_model.reward_kwargs.overlong_buffer_cfg"
             ("algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.2"),
             {"target_kl": 0.2},
         ),
+        (("algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive"), {"target_kl": 0.1, "init_kl_coef": 0.001}),
         (("algorithm.kl_ctrl.target_kl=0.2",), {"target_kl": None}),
         # `+` gives the loss the gradient of k2, and a reward has none
         ((f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=low_var_kl+"), {"kl_loss_type": "k2"}),
