@@ -10,13 +10,13 @@ import fcntl
 import fnmatch
 import json
 import os
+import platform
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-import psutil
 
 from offbeat.deploy import run_marker
 from offbeat.deploy.run_marker import MARKER, FolderInUseError, find_conflict, identify, mark
@@ -25,6 +25,9 @@ from offbeat.trainer.training.checkpoint import last_written, read_uploaded
 
 CONFIG = run_marker.CONFIG
 LOCK = ".lock"
+LOCK_ATTEMPTS, LOCK_POLL_S = 5, 0.02
+"""`find_holder` takes the lock for a moment."""
+BOOT_ID, PID_NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 ENDPOINTS = "endpoints.json"
 REDIS = "redis"
 MARKS = (CONFIG, "checkpoints", "ledger", "redis", "report.json")
@@ -60,6 +63,35 @@ WRITTEN = {
 }
 """Entry -> patterns of a run's files in it; nothing: all."""
 OWN = (*WRITTEN, REDIS, ENDPOINTS, f"{MARKER}*", LOCK)
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Process that has a folder's lock. place: the boot and the namespace in which `pid` is valid."""
+
+    pid: int
+    place: str
+    host: str
+
+    @property
+    def is_here(self) -> bool:
+        return self.place == _own_place()
+
+    def __str__(self) -> str:
+        return f"process {self.pid or '?'}" + (f" of {self.host}" if self.host and not self.is_here else "")
+
+    @classmethod
+    def own(cls) -> "Holder":
+        return cls(os.getpid(), _own_place(), platform.node())
+
+    def encode(self) -> bytes:
+        return f"{self.pid} {self.place} {self.host}".encode()
+
+    @classmethod
+    def decode(cls, raw: bytes) -> "Holder":
+        """Decode a lock's text, which its holder may not have written yet."""
+        pid, place, host = [*raw.decode().split(" "), "", ""][:3]
+        return cls(int(pid or 0), place, host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,28 +156,40 @@ def locked(folder: Path) -> Iterator[None]:
     make_private(folder)
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.read(descriptor, 32).decode().strip() or "?"
-            raise FolderInUseError(
-                f"{folder} is used by process {holder}: stop it, or set another output_dir"
-            ) from error
+        for _ in range(LOCK_ATTEMPTS):
+            if _try_lock(descriptor, fcntl.LOCK_EX):
+                break
+            time.sleep(LOCK_POLL_S)
+        else:
+            holder = Holder.decode((folder / LOCK).read_bytes())
+            raise FolderInUseError(f"{folder} is used by {holder}: stop it, or set another output_dir")
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, str(os.getpid()).encode())
+        os.write(descriptor, Holder.own().encode())
         yield
     finally:
         os.close(descriptor)
 
 
-def running_pid(folder: Path) -> int | None:
-    lock = folder / LOCK
+def find_holder(folder: Path) -> Holder | None:
+    """Return the process that has the folder's lock, which may be of another host or container."""
+    with suppress(OSError), (folder / LOCK).open("rb") as lock:
+        return None if _try_lock(lock.fileno(), fcntl.LOCK_SH) else Holder.decode(lock.read())
+    return None
+
+
+def _try_lock(descriptor: int, kind: int) -> bool:
     try:
-        process = psutil.Process(int(lock.read_text()))
-        is_holder = process.create_time() <= lock.stat().st_mtime  # a later process has got its pid again
-        return process.pid if is_holder and process.status() != psutil.STATUS_ZOMBIE else None
-    except (OSError, ValueError, psutil.Error):
-        return None
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _own_place() -> str:
+    try:
+        return f"{BOOT_ID.read_text().strip()}/{PID_NAMESPACE.readlink()}"
+    except OSError:  # gVisor
+        return platform.node()
 
 
 def claim(folder: Path, run_id: str, *, resume: bool) -> Path | None:
@@ -203,10 +247,10 @@ def write_endpoints(folder: Path, endpoints: Endpoints) -> None:
 def read_endpoints(folder: Path) -> Endpoints | None:
     try:
         endpoints = Endpoints(**json.loads((folder / ENDPOINTS).read_text()))
-        os.kill(endpoints.pid, 0)
     except (OSError, ValueError, TypeError):
         return None
-    return endpoints
+    holder = find_holder(folder)  # a killed command leaves the file
+    return endpoints if holder is not None and holder.pid == endpoints.pid else None
 
 
 def remove_endpoints(folder: Path) -> None:

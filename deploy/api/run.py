@@ -42,6 +42,10 @@ class RunFailedError(RuntimeError):
     """Failed run, with the end of its output."""
 
 
+class RunElsewhereError(RuntimeError):
+    """Run of another host or container, to which no signal can be sent."""
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Compose, validate and check a run's configuration.
 
@@ -135,7 +139,7 @@ class Run:
         code = None if self._process is None else self._process.poll()
         if code is not None:
             return EXIT_STATES.get(code, "failed")
-        if self._process is not None or run_folder.running_pid(self.folder) is not None:
+        if self._process is not None or run_folder.find_holder(self.folder) is not None:
             return "running"
         newest = run_folder.newest_saved(self.folder)
         return "finished" if newest is not None and newest[0] >= self.config.max_steps else "stopped"
@@ -165,14 +169,19 @@ class Run:
         """Stop after the current step, with a checkpoint.
 
         Raises:
+            RunElsewhereError: it runs on another host or in another container.
             TimeoutError: still running after `timeout_s`.
         """
         process: psutil.Process | None = None
         with suppress(psutil.NoSuchProcess):
             if self._process is not None:
                 self._process.send_signal(signal.SIGINT)
-            elif (pid := run_folder.running_pid(self.folder)) is not None:
-                process = psutil.Process(pid)
+            elif (holder := run_folder.find_holder(self.folder)) is not None:
+                if not holder.is_here:
+                    raise RunElsewhereError(
+                        f"{self.folder} is used by {holder}, on another host or in a container: stop it there"
+                    )
+                process = psutil.Process(holder.pid)
                 process.send_signal(signal.SIGINT)
         deadline = time.monotonic() + timeout_s
         while self.state == "running" or (process is not None and _is_alive(process)):

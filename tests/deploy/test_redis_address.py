@@ -11,7 +11,7 @@ import pytest
 
 from offbeat.deploy.cli.learner import Target, UnknownRedisError, find_target
 from offbeat.deploy.redis_address import URL_FILE
-from offbeat.deploy.run_folder import CONFIG, Endpoints, claim, make_private, write_config, write_endpoints
+from offbeat.deploy.run_folder import CONFIG, Endpoints, claim, locked, make_private, write_config, write_endpoints
 from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.process import free_port
 from offbeat.services.redis.connection import connect
@@ -44,8 +44,9 @@ def test_a_deployed_mesh_needs_no_url(deployed: str, run: str):
 
 @pytest.mark.usefixtures("deployed")
 def test_an_active_train_command_comes_before_the_deployed_mesh(runs: Path):
-    write_endpoints(runs / "lake", Endpoints(os.getpid(), "redis://:own@127.0.0.1:1/0", "http://127.0.0.1:2"))
-    assert find_target("lake", None).redis_url == "redis://:own@127.0.0.1:1/0"
+    with locked(runs / "lake"):
+        write_endpoints(runs / "lake", Endpoints(os.getpid(), "redis://:own@127.0.0.1:1/0", "http://127.0.0.1:2"))
+        assert find_target("lake", None).redis_url == "redis://:own@127.0.0.1:1/0"
 
 
 def test_a_file_is_taken_for_a_url(runs: Path, deployed: str):

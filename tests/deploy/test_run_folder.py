@@ -1,13 +1,13 @@
+import fcntl
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from offbeat.deploy import run_folder
-from offbeat.deploy.run_folder import Endpoints, hold_run_files, locked, remove_run_files
+from offbeat.deploy.run_folder import Endpoints, Holder, hold_run_files, locked, remove_run_files
 from offbeat.deploy.run_marker import MARKER, FolderInUseError, identify, mark
 from offbeat.services.buffer.group_ledger import LEDGER_FILE
 from offbeat.trainer.learner.step_ledger import STEPS_FILE
@@ -79,34 +79,56 @@ def test_claim_refuses_a_locked_folder(tmp_path: Path):
         assert (folder / "config.yaml").exists()
 
 
-def test_running_pid_is_none_once_the_process_has_exited(tmp_path: Path):
-    assert run_folder.running_pid(tmp_path) is None
-    holder = lock_elsewhere(tmp_path)
-    assert run_folder.running_pid(tmp_path) == holder.pid
-    holder.kill()
-    os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
-    assert run_folder.running_pid(tmp_path) is None, "a zombie"
-    holder.wait()
-    assert run_folder.running_pid(tmp_path) is None
+def test_find_holder_is_none_once_the_process_has_exited(tmp_path: Path):
+    assert run_folder.find_holder(tmp_path) is None
+    process = lock_elsewhere(tmp_path)
+    holder = run_folder.find_holder(tmp_path)
+    assert holder is not None
+    assert (holder.pid, holder.is_here) == (process.pid, True)
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert run_folder.find_holder(tmp_path) is None, "a zombie"
+    process.wait()
+    assert run_folder.find_holder(tmp_path) is None
 
 
-def test_running_pid_ignores_a_later_process_with_the_same_pid(tmp_path: Path):
+def test_find_holder_ignores_the_text_of_a_lock_that_nobody_holds(tmp_path: Path):
+    """Its pid may be another process by now, or be of another host or container."""
+    (tmp_path / run_folder.LOCK).write_bytes(Holder.own().encode())
+    assert run_folder.find_holder(tmp_path) is None
+
+
+def test_a_folder_that_is_locked_on_another_host_names_it(tmp_path: Path):
+    with locked(tmp_path):
+        (tmp_path / run_folder.LOCK).write_bytes(Holder(7, "boot/pid:[1]", "node-3").encode())
+        with pytest.raises(FolderInUseError, match="is used by process 7 of node-3: stop it"), locked(tmp_path):
+            pass
+        (tmp_path / run_folder.LOCK).write_text("7")  # by 0.1
+        with pytest.raises(FolderInUseError, match="is used by process 7: stop it"), locked(tmp_path):
+            pass
+
+
+def test_a_folder_is_locked_although_its_holder_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A look takes the lock for a moment."""
     lock = tmp_path / run_folder.LOCK
-    lock.write_text(str(os.getpid()))
-    assert run_folder.running_pid(tmp_path) == os.getpid()
-    before = psutil.Process().create_time() - 10
-    os.utime(lock, (before, before))
-    assert run_folder.running_pid(tmp_path) is None
+    lock.touch()
+    descriptor = os.open(lock, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    monkeypatch.setattr("offbeat.deploy.run_folder.time.sleep", lambda _: fcntl.flock(descriptor, fcntl.LOCK_UN))
+    with locked(tmp_path):
+        assert run_folder.find_holder(tmp_path) == Holder.own()
+    os.close(descriptor)
 
 
-def test_read_endpoints_returns_none_when_the_process_has_ended(tmp_path: Path):
+def test_read_endpoints_returns_none_when_the_command_has_ended(tmp_path: Path):
     assert run_folder.read_endpoints(tmp_path) is None
     here = Endpoints(os.getpid(), "redis://x", "http://y")
-    run_folder.write_endpoints(tmp_path, here)
-    assert run_folder.read_endpoints(tmp_path) == here
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    child.wait()
-    run_folder.write_endpoints(tmp_path, Endpoints(child.pid, "redis://x", "http://y"))
+    with locked(tmp_path):
+        run_folder.write_endpoints(tmp_path, here)
+        assert run_folder.read_endpoints(tmp_path) == here
+        run_folder.write_endpoints(tmp_path, Endpoints(os.getpid() + 1, "redis://x", "http://y"))
+        assert run_folder.read_endpoints(tmp_path) is None, "of an earlier command"
+        run_folder.write_endpoints(tmp_path, here)
     assert run_folder.read_endpoints(tmp_path) is None
     run_folder.remove_endpoints(tmp_path)
     run_folder.remove_endpoints(tmp_path)

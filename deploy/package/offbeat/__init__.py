@@ -18,7 +18,7 @@ from offbeat.services.torch_extensions import hide_mismatched
 if TYPE_CHECKING:
     from offbeat.deploy.api.client import Client, connect
     from offbeat.deploy.api.episode import Episode, check_env, play, rollout
-    from offbeat.deploy.api.run import Run, RunFailedError, load_config, train
+    from offbeat.deploy.api.run import Run, RunElsewhereError, RunFailedError, load_config, train
     from offbeat.deploy.config.errors import ConfigError
     from offbeat.deploy.config.run import RunConfig
     from offbeat.envs.config import Config
@@ -45,6 +45,7 @@ _MODULES = {
     "Row": "trainer.trackers.base",
     "Run": "deploy.api.run",
     "RunConfig": "deploy.config.run",
+    "RunElsewhereError": "deploy.api.run",
     "RunFailedError": "deploy.api.run",
     "TaskSampler": "envs.task_samplers",
     "TrackedRun": "trainer.trackers.base",
@@ -71,6 +72,7 @@ __all__ = [  # noqa: RUF022 (in the order in which a reader needs them)
     "RunConfig",
     "ConfigError",
     "RunFailedError",
+    "RunElsewhereError",
     "RetryableError",
     "AgentTask",
     "TaskSampler",

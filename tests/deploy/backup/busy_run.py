@@ -10,7 +10,7 @@ from redis import Redis
 
 from offbeat.deploy.config.loader import dump_yaml, load_run
 from offbeat.deploy.config.run import RunConfig
-from offbeat.deploy.run_folder import Endpoints, make_private, write_config, write_endpoints
+from offbeat.deploy.run_folder import Endpoints, locked, make_private, write_config, write_endpoints
 from offbeat.deploy.run_marker import mark
 from offbeat.deploy.run_setup import prepare_buffer, run_spec
 from offbeat.services.buffer.config import RedisConfig
@@ -102,7 +102,7 @@ async def busy_run(folder: Path) -> AsyncIterator[tuple[EmbeddedRedis, Redis, As
     make_private(folder)
     write_config(folder, dump_yaml(config))
     mark(folder, RUN)
-    with EmbeddedRedis(folder / "redis", RedisConfig()) as server, connect(server.url) as redis:
+    with locked(folder), EmbeddedRedis(folder / "redis", RedisConfig()) as server, connect(server.url) as redis:
         async_redis = connect_async(server.url)
         record, _ = await RunStore(async_redis).create(run_spec(config))
         prepare_buffer(redis, config, record.uid)

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from offbeat.deploy.cli.app import app
 from offbeat.deploy.console.server import create_folder_api
-from offbeat.deploy.run_folder import Endpoints, write_endpoints
+from offbeat.deploy.run_folder import Endpoints, locked, write_endpoints
 from tests.deploy.console.folders import write_run
 
 
@@ -53,6 +53,7 @@ def test_a_folder_that_holds_no_run_is_said_in_words(tmp_path: Path) -> None:
 
 def test_an_active_run_is_shown_by_its_own_service(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "lake")
-    write_endpoints(folder, Endpoints(os.getpid(), "redis://", "http://127.0.0.1:5"))
-    shown = CliRunner().invoke(app, ["ui", str(folder)])
+    with locked(folder):
+        write_endpoints(folder, Endpoints(os.getpid(), "redis://", "http://127.0.0.1:5"))
+        shown = CliRunner().invoke(app, ["ui", str(folder)])
     assert (shown.exit_code, shown.output) == (0, "The run is active: http://127.0.0.1:5/ui\n")
