@@ -5,7 +5,7 @@ from math import ceil
 from typing import Any
 
 from offbeat.deploy.config.importing.report import Outcome
-from offbeat.deploy.config.importing.roll_batches import num_devices, num_shards
+from offbeat.deploy.config.importing.roll_batches import SIZE, num_devices, num_shards
 from offbeat.deploy.config.importing.roll_roles import template_outcome, warmup_without_effect
 from offbeat.deploy.config.importing.roll_run import STEPS_DEFAULT
 from offbeat.deploy.config.importing.rules import (
@@ -21,9 +21,6 @@ from offbeat.deploy.config.importing.rules import (
     same,
     take_file,
 )
-
-DEFAULT_ROWS = 8
-"""ROLL's default of per_device_train_batch_size."""
 
 
 def _length(key: Key) -> Outcome:
@@ -59,7 +56,7 @@ def _batch(tree: Tree, per_row: int) -> int | None:
     args = get_table(tree, "actor_train.training_args")
     if devices is None:
         return None
-    rows = (args.get("per_device_train_batch_size") or DEFAULT_ROWS) * (args.get("gradient_accumulation_steps") or 1)
+    rows = (args.get("per_device_train_batch_size") or SIZE) * (args.get("gradient_accumulation_steps") or 1)
     return per_row * rows * max(1, devices // num_shards(tree))
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from offbeat.deploy.config.importing.report import KeyPath, Outcome
 from offbeat.deploy.config.importing.roll_agentic import AGENTIC, agentic_defaults
+from offbeat.deploy.config.importing.roll_batches import batch_defaults
 from offbeat.deploy.config.importing.roll_data import DPO, SFT, dpo_defaults, sft_defaults
 from offbeat.deploy.config.importing.roll_distill import DISTILL, distill_defaults
 from offbeat.deploy.config.importing.roll_keys import find_unknown
@@ -16,9 +17,9 @@ from offbeat.deploy.config.importing.rules import Key, Rules, Tree, apply, put
 Defaults = Callable[[Tree], Iterator[tuple[str, str, Any]]]
 COMMON: Rules = (*RUN, *ROLES, *ENGINES, *GENERATING)
 PIPELINES: Mapping[str, tuple[Rules, tuple[Defaults, ...]]] = {
-    "agentic": ((*SCORED, *AGENTIC, *ALGORITHM, *TRAINING, *COMMON), (agentic_defaults, defaults)),
+    "agentic": ((*SCORED, *AGENTIC, *ALGORITHM, *TRAINING, *COMMON), (agentic_defaults, batch_defaults, defaults)),
     "sft": ((*SFT, *TRAINING, *COMMON), (sft_defaults, defaults)),
-    "rlvr": ((*SCORED, *RLVR, *ALGORITHM, *TRAINING, *COMMON), (rlvr_defaults, defaults)),
+    "rlvr": ((*SCORED, *RLVR, *ALGORITHM, *TRAINING, *COMMON), (rlvr_defaults, batch_defaults, defaults)),
     "distill": ((*DISTILL, *TRAINING, *COMMON), (distill_defaults, defaults)),
     "dpo": ((*DPO, *TRAINING, *COMMON), (dpo_defaults, defaults)),
 }

@@ -184,6 +184,38 @@ def test_shards_without_accumulation_share_the_micro_batch(tmp_path: Path):
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps, args.num_minibatches) == (4, 3, 1)
 
 
+@pytest.mark.parametrize(
+    ("args", "batch", "expected"),
+    [
+        ({"per_device_train_batch_size": 1}, 32, 16),
+        ({"gradient_accumulation_steps": 2}, 64, 2),
+        ({}, 32, 2),
+        # a batch below ROLL's 16 trajectories of a step
+        ({}, 12, 1),
+        ({"gradient_accumulation_steps": 2}, 12, 1),
+        ({"per_device_train_batch_size": 16}, 12, 1),
+    ],
+)
+def test_parts_of_an_optimizer_step_that_a_file_leaves_out_are_those_of_roll(
+    args: dict[str, int], batch: int, expected: int, tmp_path: Path
+):
+    """Of two devices; ROLL's parts are 8 trajectories and one micro-batch."""
+    train = {"training_args": args, "device_mapping": [0, 1]}
+    imported = import_roll(write_variant(tmp_path, yaml.safe_dump({"actor_train": train, "rollout_batch_size": batch})))
+    assert validate_tree(imported.tree).actor_train.training_args.num_minibatches == expected
+    assert not any("training_args" in str(each) for each in imported.of_status("no effect"))
+
+
+def test_dynamic_batches_have_the_optimizer_steps_of_rolls_defaults(tmp_path: Path):
+    train = {
+        "use_dynamic_batching_in_train": True,
+        "max_tokens_per_microbatch_in_train": 8192,
+        "device_mapping": [0, 1],
+    }
+    imported = import_roll(write_variant(tmp_path, yaml.safe_dump({"actor_train": train, "rollout_batch_size": 64})))
+    assert validate_tree(imported.tree).actor_train.training_args.num_minibatches == 4
+
+
 def sglang_role(**config: object) -> str:
     """A file's engines as ROLL's example of SGLang has them, of two GPUs each."""
     tree = yaml.safe_load(FROZEN_LAKE.read_text())["actor_infer"]
