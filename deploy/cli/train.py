@@ -8,6 +8,7 @@ import asyncio
 import logging
 import os
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Coroutine, Sequence
@@ -18,6 +19,7 @@ import psutil
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from offbeat.deploy import run_folder
+from offbeat.deploy.cli.output import discard_unwritable
 from offbeat.deploy.cli.report import update_history
 from offbeat.deploy.cli.run_view import LiveView, open_view
 from offbeat.deploy.config.loader import dump_yaml
@@ -94,14 +96,14 @@ def _train(config: RunConfig, resume: str, aside: Path | None) -> int:
     configure_logging("offbeat", make_log_folder(config))
     logging.getLogger("httpx").setLevel(logging.WARNING)
     run_folder.write_config(config.output_dir, dump_yaml(config))
-    with open_view(config.exp_name, logging_steps=config.logging_steps) as view:
+    view = open_view(config.exp_name, logging_steps=config.logging_steps)
+    command = TrainCommand(config, view, resume)
+    with discard_unwritable(on_closed=command.interrupt), view:
         if aside is not None:
             view.print(f"An earlier run was moved to {_short_path(aside)}.")
-        command = TrainCommand(config, view, resume)
         try:
             return asyncio.run(command.run())
-        except (Exception, SystemExit) as error:
-            # A bug, or a closed output pipe (rich raises SystemExit): no started process may outlive this command
+        except (Exception, SystemExit) as error:  # a bug: no started process may outlive this command
             logger.exception("the command failed")
             command.kill()
             view.close()
@@ -136,6 +138,10 @@ class TrainCommand:
             self._view.print("The run was stopped over REST.")
             return await self._end_stopped()
         return await self._end_finished()
+
+    def interrupt(self) -> None:
+        """Stop with a checkpoint."""
+        self._interrupted.set()
 
     def kill(self) -> None:
         self._mesh.kill()
@@ -262,13 +268,14 @@ class TrainCommand:
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for number in termination_signals():
-            loop.add_signal_handler(number, self._on_signal)
+            # Of a terminal that closes, its shell and the kernel send one each
+            loop.add_signal_handler(number, self.interrupt if number is signal.SIGHUP else self._on_signal)
 
     def _on_signal(self) -> None:
         if self._interrupted.is_set():
             self._mesh.kill()
             os._exit(INTERRUPTED)
-        self._interrupted.set()
+        self.interrupt()
 
 
 def describe_stop(config: RunConfig, published: int) -> str:

@@ -1,7 +1,9 @@
 import io
 import json
 import os
+import pty
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from offbeat.services.control.run import RunState
 from offbeat.services.errors import MeshError
 from tests.deploy.cli.test_run_view import view
 from tests.paths import QUICKSTART
+from tests.waiting import wait_until_sync
 
 pytestmark = pytest.mark.slow
 
@@ -106,27 +109,54 @@ class FakeMesh:
 
 
 TALKS = """
-import sys
+import asyncio, sys
 from pathlib import Path
 from offbeat.deploy.config.loader import load_run
 from offbeat.deploy.cli.train import TrainCommand, _train
 
+def record(text):
+    with Path(sys.argv[3]).open("a") as log:
+        log.write(text + "\\n")
+
+class Mesh:
+    redis_url = "redis://127.0.0.1:1/0"
+    async def stop_learner(self):
+        record("stop_learner")
+        return -1
+    async def stop(self, outcome):
+        record(f"stop {outcome}")
+    def kill(self):
+        record("kill")
+
 async def talk(self):
-    self._mesh.kill = Path(sys.argv[3]).touch
+    self._mesh = Mesh()
     while True:
         self._view.print("on and on")
+        await asyncio.sleep(0.05)
 
-TrainCommand.run = talk
-sys.exit(_train(load_run(Path(sys.argv[1]), [f"output_dir={sys.argv[2]}"]), "", None))
+TrainCommand._run_to_its_end = talk
+code = _train(load_run(Path(sys.argv[1]), [f"output_dir={sys.argv[2]}"]), "", None)
+sys.stdout.flush()
+record(f"exit {code}")
 """
 
 
-def test_a_run_whose_output_is_closed_leaves_nothing(tmp_path: Path):
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_run_whose_output_is_closed_stops_with_a_checkpoint(tmp_path: Path, is_terminal: bool):
+    """As by Ctrl-C: its `tee` has ended, or its terminal was closed, for which shell and kernel send a SIGHUP each."""
     (tmp_path / "run").mkdir()
-    command = [sys.executable, "-c", TALKS, str(QUICKSTART), str(tmp_path / "run"), str(tmp_path / "killed")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as talking:
-        assert talking.stdout is not None
-        assert talking.stdout.readline() == "on and on\n"
-        talking.stdout.close()
-        assert talking.wait(60) == 1
-    assert (tmp_path / "killed").exists()
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", TALKS, str(QUICKSTART), str(tmp_path / "run"), str(log)]
+    reader, writer = pty.openpty() if is_terminal else os.pipe()
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=writer, stderr=writer) as talking:
+        os.close(writer)
+        output = b""
+        while b"on and on" not in output:
+            output += os.read(reader, 4096)
+        os.close(reader)
+        if is_terminal:
+            talking.send_signal(signal.SIGHUP)
+            wait_until_sync(log.exists)
+            talking.send_signal(signal.SIGHUP)
+        assert talking.wait(60) == 0
+    assert log.read_text().splitlines() == ["stop_learner", "stop stopped", "exit 130"]
