@@ -66,8 +66,7 @@ EnvFactory = Callable[..., object]
 
 
 def make(env_type: str, env_config: Mapping[str, JsonValue]) -> TextEnv:
-    """Build an env; raises ValueError for an unknown one or invalid settings. Raises ValueError for an unknown one or
-    invalid settings.
+    """Build an env; raises ValueError for an unknown one or invalid settings.
 
     env_type: built-in name, entry point of group `offbeat.envs`, or `module:Class`.
     """

@@ -12,7 +12,7 @@ from offbeat.envs.dataset.env import (
     QuestionsConfig,
     last_group,
 )
-from offbeat.envs.dataset.program_checker import check_program
+from offbeat.envs.dataset.program_checker import CallTest, check_program
 from offbeat.envs.dataset.rows import Row
 from offbeat.envs.parsing import compile_pattern, fenced_pattern
 from offbeat.envs.sandbox import Limits, check_isolation, run_python
@@ -62,7 +62,7 @@ class CodeEnv(QuestionEnv[CodeConfig]):
         reward = rate if self.config.reward == "pass_rate" else float(not failures)
         return Judgement(reward, not failures, True, failures[0] if failures else "", {"pass_rate": rate})
 
-    def _run_test(self, program: str, extra: str, stdin: str, expected: str | None) -> str:
+    def _run_test(self, program: str, extra: str | CallTest, stdin: str, expected: str | None) -> str:
         """Return the error; empty if passed."""
         if extra:
             return check_program(program, extra, self.config.sandbox)
@@ -74,22 +74,22 @@ class CodeEnv(QuestionEnv[CodeConfig]):
         return ""
 
 
-def read_tests(tests: Any) -> list[tuple[str, str, str | None]]:
-    """Return (code after the program, stdin, expected stdout) per test; raises ValueError without any."""
+def read_tests(tests: Any) -> list[tuple[str | CallTest, str, str | None]]:
+    """Return (code after the program or call, stdin, expected stdout) per test; raises ValueError without any."""
     if isinstance(tests, str):
         try:
             tests = json.loads(tests)
         except ValueError:
             tests = [tests]
-    parsed: list[tuple[str, str, str | None]]
+    parsed: list[tuple[str | CallTest, str, str | None]]
     if isinstance(tests, Mapping):
         table = cast(Mapping[str, Any], tests)
         name = table.get("fn_name")
         pairs = zip(table["inputs"], table["outputs"], strict=True)
         if name:
-            parsed = [(write_call(str(name), arguments, out), "", None) for arguments, out in pairs]
+            parsed = [(read_call(str(name), arguments, out, unwraps=True), "", None) for arguments, out in pairs]
         else:
-            parsed = [("", str(test_input), str(out)) for test_input, out in pairs]
+            parsed = [("", lines_of(test_input), lines_of(out)) for test_input, out in pairs]
     else:
         parsed = [(str(line), "", None) for line in cast(Sequence[object], tests)]
     if not parsed:
@@ -97,15 +97,21 @@ def read_tests(tests: Any) -> list[tuple[str, str, str | None]]:
     return parsed
 
 
-def write_call(name: str, arguments: Any, output: Any) -> str:
-    """Return a test of one call; `Solution.f` is a method. Raises ValueError.
+def lines_of(value: Any) -> str:
+    """Return stdin or stdout, which may be a list of lines."""
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
-    arguments: a list, or text with a JSON value per line, as the output then is JSON.
+
+def read_call(name: str, arguments: Any, output: Any, *, unwraps: bool) -> CallTest:
+    """Return a test of one call; `Class.f` is a method. Raises ValueError.
+
+    arguments: a list, or text with a JSON value per line, as the output then is JSON. unwraps: whether a list of one
+    output is also that output, as in APPS' rows (and its `testing_util.py`).
     """
     if not all(part.isidentifier() for part in name.split(".")):
         raise ValueError(f"{name!r} is no function's name")
-    values = [json.loads(line) for line in arguments.splitlines()] if isinstance(arguments, str) else list(arguments)
-    expected = json.loads(output) if isinstance(output, str) and isinstance(arguments, str) else output
-    owner, _, method = name.rpartition(".")
-    function = f"{owner}().{method}" if owner else name
-    return f"assert {function}({', '.join(map(repr, values))}) == {expected!r}"
+    if isinstance(arguments, str):
+        values = [json.loads(line) for line in arguments.splitlines()]
+        return CallTest(name, values, [json.loads(output) if isinstance(output, str) else output])
+    is_wrapped = unwraps and isinstance(output, list) and len(cast(list[Any], output)) == 1
+    return CallTest(name, list(arguments), [output, output[0]] if is_wrapped else [output])

@@ -8,27 +8,40 @@ import ast
 import os
 import re
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from offbeat.envs.dataset.peer import connect
+from offbeat.envs.dataset.peer import Peer, connect
 from offbeat.envs.sandbox import STARTUP_TIMEOUT_S, Limits, ProgramResult, run_python
 
 PYTEST_CPU_S = 5
 """CPU time for pytest's imports."""
+SOLUTION = "Solution"
+"""The class of LeetCode's programs."""
 END_TIMEOUT_S = 2.0
 """For a program that closed its pipes."""
 
 
-def check_program(program: str, test: str, limits: Limits) -> str:
-    """Return why a test fails after a program, or ""."""
+class CallTest(NamedTuple):
+    """A call of a program's function, as published datasets have it."""
+
+    function: str
+    """Its name, also that of a method of `Solution`; or `Class.method`."""
+    arguments: Sequence[Any]
+    accepted: Sequence[Any]
+    """Values of which the call returns one; a tuple equals a list."""
+
+
+def check_program(program: str, test: str | CallTest, limits: Limits) -> str:
+    """Return why a test fails after a program, or "". test: code, or a call."""
     with _started(program, limits) as (running, read_fd, write_fd):
-        equation = _equation_of(test)
-        if equation is None:
+        if isinstance(test, CallTest):
+            error = _check_call(test, read_fd, write_fd, limits)
+        elif (equation := _equation_of(test)) is None:
             error = _run_test(test, os.dup(read_fd), os.dup(write_fd), limits)
         else:
             error = _check_equation(*equation, read_fd, write_fd, limits)
@@ -110,13 +123,45 @@ def _equation_of(test: str) -> tuple[str, list[Any], dict[str, Any], Any] | None
 def _check_equation(
     name: str, args: list[Any], kwargs: dict[str, Any], expected: Any, read_fd: int, write_fd: int, limits: Limits
 ) -> str:
+    def is_right(peer: Peer) -> bool:
+        return _global(peer, name)(*args, **kwargs) == expected
+
+    return _ask(is_right, read_fd, write_fd, limits)
+
+
+def _check_call(test: CallTest, read_fd: int, write_fd: int, limits: Limits) -> str:
+    def is_right(peer: Peer) -> bool:
+        result = _with_lists(_find_function(peer, test.function)(*test.arguments))
+        return any(result == _with_lists(each) for each in test.accepted)
+
+    return _ask(is_right, read_fd, write_fd, limits)
+
+
+def _ask(is_right: Callable[[Peer], bool], read_fd: int, write_fd: int, limits: Limits) -> str:
+    """Return why a started program fails, or ""."""
     try:
         peer = connect(read_fd, write_fd, limits.timeout_s, STARTUP_TIMEOUT_S)
-        function = peer.request("global", name)["value"]
-        return "" if function(*args, **kwargs) == expected else "AssertionError"
-    except KeyError:
-        return f"NameError: the program defines no {name}"
+        return "" if is_right(peer) else "AssertionError"
     except TimeoutError as error:
         return str(error)
     except Exception as error:  # a program may send anything
         return f"{type(error).__name__}: {error}"
+
+
+def _global(peer: Peer, name: str) -> Any:
+    if name not in peer.request("names"):
+        raise NameError(f"the program defines no {name}")
+    return peer.request("global", name)["value"]
+
+
+def _find_function(peer: Peer, name: str) -> Any:
+    owner, _, method = name.rpartition(".")
+    names = peer.request("names")
+    if not owner and name not in names and SOLUTION in names:
+        owner = SOLUTION
+    return getattr(_global(peer, owner)(), method) if owner else _global(peer, name)
+
+
+def _with_lists(value: Any) -> Any:
+    """Return lists for tuples, which JSON has not."""
+    return [_with_lists(each) for each in value] if isinstance(value, list | tuple) else value

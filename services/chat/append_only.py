@@ -64,6 +64,8 @@ class ChatFormat:
         self._first = {False: _split_first(render, None)}
         if _supports_system(render):
             self._first[True] = _split_first(render, MARKS[0])
+        self.opened_thought = _opened_thought(self._first[False].tail)
+        """Start of each answer's thought that the template writes itself; empty if it writes none."""
         self._next: _Pieces | None = None
         self.rewriting: ChatTemplate | None = None
         """Renderer, for templates that rewrite earlier turns."""
@@ -224,6 +226,11 @@ def _split_first(render: Render, system: str | None) -> _Pieces:
     text, user = render(_turns(MARKS[1:2], system), True), MARKS[1]
     head, rest = ("", text) if system is None else _split(text, system)
     return _Pieces(head, *_split(rest, user))
+
+
+def _opened_thought(tail: str) -> str:
+    _, start, rest = tail.rpartition("<think>")
+    return start + rest if start and "</think>" not in rest else ""
 
 
 def _split_next(render: Render, system: str | None) -> _Pieces:

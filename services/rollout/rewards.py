@@ -76,7 +76,8 @@ class EpisodeRewards:
         used = (data.messages_key, data.prompt_key, data.images_key, data.ground_truth_key, data.tag_key)
         rest = {key: value for key, value in row.items() if key not in used}
         truth = read_field(row, data.ground_truth_key)
-        return RewardSample(prompt, texts[-1], last.end - last.start, truth, trajectory.tag, rest)
+        response = self._chat.opened_thought + texts[-1]
+        return RewardSample(prompt, response, last.end - last.start, truth, trajectory.tag, rest)
 
     def _success(self, tag: str, values: Mapping[str, float]) -> float | None:
         """Return whether the first reward of the tag is 1; None for unbounded values."""

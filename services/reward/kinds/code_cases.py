@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from offbeat.envs.dataset.code import write_call
+from offbeat.envs.dataset.code import lines_of, read_call
+from offbeat.envs.dataset.program_checker import CallTest
 from offbeat.services.reward.errors import Failure, RewardError
 from offbeat.services.reward.kinds.config import CodeSandboxConfig
 from offbeat.services.reward.sample import RewardSample
@@ -36,7 +37,7 @@ class PytestFile:
     source: str
 
 
-Case = StdioCase | AssertCase | PytestFile
+Case = StdioCase | AssertCase | CallTest | PytestFile
 
 
 def read_cases(sample: RewardSample, config: CodeSandboxConfig) -> list[Case]:
@@ -86,13 +87,13 @@ def _cases(value: Any, kind: str, sample: RewardSample) -> Iterator[Case]:
                 yield from map(AssertCase, _assertions(_python(code)))
         case "stdio":
             for test_input, output in _pairs(value):
-                yield StdioCase(_text(test_input), _text(output))
+                yield StdioCase(lines_of(test_input), lines_of(output))
         case _:
             name = _function_name(value if isinstance(value, Mapping) else value[0], sample)
             if not name:
                 raise ValueError(f"a function's cases need its name, as one of {', '.join(FUNCTION_KEYS)}")
             for arguments, output in _pairs(value):
-                yield AssertCase(write_call(name, arguments, output))
+                yield read_call(name, arguments, output, unwraps=isinstance(value, Mapping))
 
 
 def _pairs(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -110,10 +111,6 @@ def _item(value: Mapping[str, Any], keys: Sequence[str]) -> Any:
         if value.get(key) is not None:
             return value[key]
     raise ValueError(f"a test has none of {', '.join(keys)}")
-
-
-def _text(value: Any) -> str:
-    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _function_name(first: Mapping[str, Any], sample: RewardSample) -> str:

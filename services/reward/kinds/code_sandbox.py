@@ -4,7 +4,7 @@ import time
 
 from offbeat.envs.dataset.code import FENCED
 from offbeat.envs.dataset.env import last_group
-from offbeat.envs.dataset.program_checker import check_program, count_pytest
+from offbeat.envs.dataset.program_checker import CallTest, check_program, count_pytest
 from offbeat.envs.sandbox import Limits, check_isolation, run_python
 from offbeat.services.reward.kinds.code_cases import AssertCase, Case, PytestFile, StdioCase, read_cases
 from offbeat.services.reward.kinds.config import CodeSandboxConfig
@@ -41,6 +41,8 @@ def run_case(program: str, case: Case, limits: Limits) -> float:
     match case:
         case AssertCase(code):
             return float(not check_program(program, code, limits))
+        case CallTest():
+            return float(not check_program(program, case, limits))
         case PytestFile(source):
             num_passed, num_tests = count_pytest(program, source, limits)
             return num_passed / num_tests if num_tests else 0.0

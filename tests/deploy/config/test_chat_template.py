@@ -64,6 +64,10 @@ def digest(folder: Path) -> dict[str, str]:
         ("longcot_V3", "[user]Left<|im_end|>[assistant]<think>\n"),
         ("chatml", "<|im_start|>user\nLeft<|im_end|>\n<|im_start|>assistant\n"),
         ("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}>", "Left<|im_end|>>"),
+        (
+            "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}<think></think>",
+            "Left<|im_end|><think></think>",
+        ),
     ],
 )
 @pytest.mark.parametrize("key", ["chat_template", "data_args.template"])
@@ -82,6 +86,7 @@ def test_a_template_is_that_of_engines_workers_and_learner(
     }
     [folder] = places
     assert prompt_of(folder) == prompt
+    assert load_chat_format(folder).opened_thought == ("<think>\n" if template == "longcot_V3" else "")
     assert (folder == llama.resolve()) == (TEMPLATES.get(template, template) is None)
     assert digest(llama) == before
     saved = tmp_path / "checkpoint"

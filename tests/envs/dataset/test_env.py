@@ -152,6 +152,20 @@ def test_programs_may_be_tested_by_calls_of_a_function(tmp_path: Path, name: str
     assert judged(env, program.format("x * x if x == 2 else x")) == (0.0, False, True)
 
 
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("tests", "program"),
+    [
+        ({"inputs": [["1 2", "3"]], "outputs": [["1 2", "3"]]}, "```py\nprint(input())\nprint(input())\n```"),
+        ({"fn_name": "double", "inputs": [[2], [3]], "outputs": [[4], [6]]}, CODE.format("2 * x")),
+    ],
+)
+def test_values_in_lists_as_apps_has_them(tmp_path: Path, tests: dict[str, Any], program: str):
+    env = make("code", dataset_name=write(tmp_path / "apps.jsonl", [{"question": "?", "tests": tests}]), split="any")
+    env.reset(seed=0)
+    assert judged(env, program) == (1.0, True, True)
+
+
 def test_a_function_of_calls_has_a_name():
     with pytest.raises(ValueError, match="'f; print' is no function's name"):
         read_tests({"fn_name": "f; print", "inputs": [[1]], "outputs": [1]})

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.messages.types import EpisodeKind, EpisodeTask, GenerateRequest, StopReason
 from offbeat.services.reward.config import RewardsConfig
 from offbeat.services.reward.function import MAX_HUNG_THREADS
@@ -92,6 +93,18 @@ async def test_rewards_are_columns_and_their_score_ends_the_episode(bench, sayin
     assert sample.num_response_tokens == 2
     named = [record.values for record in b.metrics.records if record.labels.get("tag") == "walk"]
     assert sum(values["reward/truth"].count for values in named if "reward/truth" in values) == 8
+
+
+async def test_a_response_begins_with_the_thought_that_the_template_opens(
+    bench, saying, chat: ChatFormat, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """A cut thought is no answer."""
+    monkeypatch.setattr(chat, "opened_thought", "<think>\n")
+    final = {**FORMAT, "text": "final"}
+    async with bench(*group(0), generation=saying("Left"), **settings(tmp_path, TRUTH, final)) as b:
+        await b.until_done(4)
+    assert {sample.response for sample in SEEN} == {"<think>\nLeft"}
+    assert b.buffer.submitted[group(0)[0]].metrics["reward/word"] == 0.0
 
 
 async def test_an_evaluation_answers_the_validation_rows_and_reports_success(bench, saying, tmp_path: Path):

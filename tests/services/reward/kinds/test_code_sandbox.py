@@ -52,6 +52,15 @@ def test_calls_of_a_function_and_of_a_method():
     assert rate(ADD, [{"input": "1\n2", "output": "3"}], case_type="functional", entry_point="add") == 1.0
     method = "```python\nclass Solution:\n    def add(self, a, b):\n        return a + b\n```"
     assert rate(method, {**tests, "fn_name": "Solution.add"}) == 1.0
+    assert rate(method, tests) == 1.0
+
+
+def test_calls_of_apps():
+    """As its `testing_util.py`: an output may be in a list, and a tuple is a list."""
+    pair = "```python\ndef pair(a, b):\n    return (a, [(b, b)])\n```"
+    assert rate(ADD, {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [8]]}) == 0.5
+    assert rate(pair, {"fn_name": "pair", "inputs": [[1, 2]], "outputs": [[1, [[2, 2]]]]}) == 1.0
+    assert rate(ADD, [{"input": [1, 2], "output": [3], "fn_name": "add"}]) == 0.0  # a list is asked for
 
 
 PYTEST = """
