@@ -5,7 +5,7 @@ from typing import Any
 
 from offbeat.deploy.config.importing.report import Outcome
 from offbeat.deploy.config.importing.roll_roles import WITH_IMAGE
-from offbeat.deploy.config.importing.roll_run import STEPS_DEFAULT, estimator_default
+from offbeat.deploy.config.importing.roll_run import STEPS_DEFAULT, estimator_default, is_distillation
 from offbeat.deploy.config.importing.rules import Key, Rule, Tree, get, get_table, missing, no_effect, rename, same
 from offbeat.envs.registry import BUILT_IN, setting_names
 
@@ -20,8 +20,8 @@ ENVS = {
     "sokoban_tool_call": ("sokoban", "the same game, without calls of tools"),
 }
 """ROLL's env -> ours."""
-MAX_NEW_TOKENS = 8192
-"""ROLL's default."""
+MAX_NEW_TOKENS, GROUPING = 8192, "batch"
+"""ROLL's defaults."""
 OWN_ENV = "no such env here: name a class of your own as `module:Class` (docs/environments.md)"
 
 
@@ -109,30 +109,65 @@ def _template(key: Key) -> Outcome | None:
     )
 
 
+def _scopes(tree: Tree) -> tuple[Any, Any]:
+    """Return the scopes of mean and deviation, which ROLL derives from `method` where they are left out."""
+    table = get_table(tree, "reward_normalization")
+    scope = "batch" if table.get("grouping", GROUPING) == "batch" else "group"
+    method = table.get("method")
+    mean = scope if method in ("mean", "mean_std", "asym_clip") else None
+    std = scope if method in ("mean_std", "asym_clip") else None
+    return table.get("norm_mean_type") or mean, table.get("norm_std_type") or std
+
+
+def _is_split(tree: Tree) -> bool:
+    table = get_table(tree, "reward_normalization")
+    return bool(table.get("norm_mean_type") or table.get("norm_std_type"))
+
+
+def _of_turns(tree: Tree) -> bool:
+    return get(tree, "adv_estimator") == "step_reinforce"
+
+
+def _uses_grouping(tree: Tree) -> bool:
+    if not _is_split(tree):
+        return any(_scopes(tree))
+    return bool(_scopes(tree)[0]) if _of_turns(tree) else "group" in _scopes(tree)
+
+
 def _normalization(key: Key) -> Outcome | None:
-    """Drop `grouping` and `method` if nothing is normalized."""
-    table = get_table(key.tree, "reward_normalization")
-    method = table.get("method", "identity")
-    split = table.get("norm_mean_type") or table.get("norm_std_type")
-    if key.path[-1] == "grouping" and method == "identity" and not split:
-        return Outcome("no effect", note="nothing is normalized")
-    if split and get(key.tree, "adv_estimator") == "step_reinforce":
-        return _turn_normalization(key, table)
-    if key.path[-1] == "method" and split:
-        return Outcome("no effect", note="norm_mean_type and norm_std_type count")
-    if key.path[-1] == "method" and method == "asym_clip":
+    """Drop `grouping` if nothing is normalized by it, and make one way of two to name mean and deviation."""
+    name = key.path[-1]
+    if name == "grouping":
+        return None if _uses_grouping(key.tree) else Outcome("no effect", note="nothing is normalized by it")
+    if key.value is None:
+        return Outcome("same", note="not set")
+    if _is_split(key.tree):
+        return _turn_normalization(key) if _of_turns(key.tree) else _split_normalization(key)
+    if name == "method" and key.value == "asym_clip":
         return Outcome("value", key.path, "mean_std", "which ROLL takes for it: there is no clip")
     return None
 
 
-def _turn_normalization(key: Key, table: Tree) -> Outcome | None:
-    """Normalize turns with one scope of mean and deviation."""
-    if key.path[-1] == "grouping":
+def _split_normalization(key: Key) -> Outcome | None:
+    """Write the scope that ROLL derives from `method`, since the other one is given."""
+    if key.path[-1] != "method":
         return None
-    if key.path[-1] != "norm_mean_type":
+    for name, scope in zip(("norm_mean_type", "norm_std_type"), _scopes(key.tree), strict=True):
+        if scope and not get(key.tree, ("reward_normalization", name)):
+            return Outcome("value", ("reward_normalization", name), scope, "which ROLL derives from it")
+    return Outcome("no effect", note="norm_mean_type and norm_std_type count")
+
+
+def _turn_normalization(key: Key) -> Outcome:
+    """Normalize turns with one scope of mean and deviation."""
+    mean, std = _scopes(key.tree)
+    named = "norm_mean_type" if get(key.tree, "reward_normalization.norm_mean_type") else "method"
+    if not mean or key.path[-1] == "norm_std_type":
         return Outcome("no counterpart", note="mean and deviation have one scope, reward_normalization.grouping")
-    method = "mean_std" if table.get("norm_std_type") else "mean"
-    return Outcome("value", (*key.path[:-1], "method"), method, "over reward_normalization.grouping")
+    if key.path[-1] != named:
+        return Outcome("same", note=f"with {named}")
+    method = "mean_std" if std else "mean"
+    return Outcome("value", ("reward_normalization", "method"), method, "over reward_normalization.grouping")
 
 
 def _groups_per_step(tree: Tree) -> int:
@@ -225,8 +260,10 @@ def agentic_defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
     yield "loss_agg_mode", "loss_agg_mode", "seq-mean-token-mean"
     yield "rollout_batch_size", "rollout_batch_size", 128
     yield "val_batch_size", "val_batch_size", 128
-    if not get(tree, "reward_normalization.norm_mean_type") and get(tree, "adv_estimator") in ("grpo", "gigpo"):
+    if not any(_scopes(tree)) and get(tree, "adv_estimator") in ("grpo", "gigpo"):
         yield "reward_normalization.method", "reward_normalization.method", "identity"
+    if _uses_grouping(tree) and get(tree, "adv_estimator") != "gigpo" and not is_distillation(tree):
+        yield "reward_normalization.grouping", "reward_normalization.grouping", GROUPING
     args = "actor_infer.generating_args"
     for name, value in (("temperature", 0.95), ("top_p", 0.7), ("top_k", 50)):
         if get(tree, f"train_env_manager.generating_args.{name}") is None or _engine_args(tree):

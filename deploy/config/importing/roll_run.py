@@ -220,6 +220,8 @@ def defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
         yield "critic.training_args.learning_rate", "critic.training_args.learning_rate", 5e-5
     if trains_equal_rewards(tree):
         yield "", "zero_variance", "train"
+    if get(tree, "add_token_level_kl"):
+        yield "init_kl_coef", "init_kl_coef", 0.2
     for role in ("actor_train", "actor_infer"):
         if get(tree, f"{role}.device_mapping") is not None:
             yield "", f"{role}.device", "cuda"

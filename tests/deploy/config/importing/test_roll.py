@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -130,6 +131,53 @@ def test_without_a_counterpart_a_key_is_listed_in_the_report_and_the_file(tmp_pa
 def test_a_value_is_mapped(text: str, key: str, expected: object, tmp_path: Path):
     imported = import_roll(write_variant(tmp_path, text))
     assert imported.tree.get(key) == expected
+    validate_tree(imported.tree)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "table", "expected"),
+    [
+        # ROLL's default of `grouping` is the batch
+        ("reinforce", {"method": "mean_std"}, {"method": "mean_std", "grouping": "batch"}),
+        ("grpo", {"method": "mean"}, {"method": "mean", "grouping": "batch"}),
+        ("step_reinforce", {"norm_mean_type": "batch"}, {"method": "mean", "grouping": "batch"}),
+        (
+            "grpo",
+            {"norm_mean_type": "group", "norm_std_type": "group"},
+            {"norm_mean_type": "group", "norm_std_type": "group", "grouping": "batch"},
+        ),
+        ("grpo", {"norm_mean_type": "batch", "grouping": "tags"}, {"norm_mean_type": "batch"}),
+        ("gigpo", {"method": "mean_std"}, {"method": "mean_std"}),
+        # the scope that is left out follows from `method`
+        (
+            "grpo",
+            {"method": "mean_std", "norm_mean_type": "group", "norm_std_type": None, "grouping": "traj_group_id"},
+            {"norm_mean_type": "group", "norm_std_type": "group", "grouping": "traj_group_id"},
+        ),
+        (
+            "grpo",
+            {"method": "mean", "norm_std_type": "group"},
+            {"norm_mean_type": "batch", "norm_std_type": "group", "grouping": "batch"},
+        ),
+        ("grpo", {"norm_std_type": "batch"}, {"norm_std_type": "batch"}),
+        (
+            "step_reinforce",
+            {"method": "mean_std", "norm_mean_type": "group", "grouping": "state"},
+            {"method": "mean_std", "grouping": "state"},
+        ),
+        (
+            "step_reinforce",
+            {"method": "mean", "norm_std_type": "group", "grouping": "tags"},
+            {"method": "mean_std", "grouping": "tags"},
+        ),
+    ],
+)
+def test_rewards_are_normalized_over_what_roll_takes(
+    estimator: str, table: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+):
+    text = yaml.safe_dump({"adv_estimator": estimator, "reward_normalization": table, "whiten_advantages": False})
+    imported = import_roll(write_variant(tmp_path, text))
+    assert imported.tree["reward_normalization"] == expected
     validate_tree(imported.tree)
 
 

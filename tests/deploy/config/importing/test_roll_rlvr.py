@@ -41,6 +41,12 @@ def test_rewards_and_advantages_are_compared_within_a_domain(
     assert tree.get("reward_normalization") == normalization
 
 
+def test_a_kl_in_the_reward_has_rolls_coefficient(tmp_path: Path):
+    tree, _, _ = translate_roll(write_changed(tmp_path, RLVR, {"add_token_level_kl": True}))
+    assert (tree["add_token_level_kl"], tree["init_kl_coef"]) == (True, 0.2)
+    assert "init_kl_coef" not in translate_roll(RLVR)[0]
+
+
 def test_domains_become_tags_with_a_reward():
     tree, reports, _ = translate_roll(RLVR)
     domains = ["crossthinkqa", "ifeval", "math_rule", "code_sandbox", "llm_judge"]
