@@ -117,7 +117,7 @@ class OpenEnvEnv(TextEnv):
             return {**self.config.action, self.config.action_field: answer}
         try:
             value: object = json.loads(answer)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         return {**self.config.action, **cast(dict[str, Any], value)} if isinstance(value, dict) else None
 

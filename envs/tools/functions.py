@@ -50,11 +50,12 @@ def read_calls(answer: str) -> list[Call]:
 
 
 def read_call(text: str) -> Call:
-    """Parse a JSON call; raises ValueError."""
+    """Parse a JSON call, of finite numbers and text that is UTF-8; raises ValueError."""
     try:
         call = json.loads(text)
+        json.dumps(call, ensure_ascii=False, allow_nan=False).encode()
         name, arguments = cast(object, call["name"]), cast(object, call.get("arguments") or {})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"the call is not of the form {{'name': ..., 'arguments': {{...}}}}: {error}") from error
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError("the call's name must be a text and its arguments an object")

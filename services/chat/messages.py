@@ -16,6 +16,10 @@ class ToolCall:
     """JSON, keys sorted, without spaces."""
     call_id: str = field(default="", compare=False)
 
+    def __post_init__(self) -> None:
+        """Raise ValueError if the name has half of a surrogate pair."""
+        self.name.encode()
+
     def parsed(self) -> Any:
         return json.loads(self.arguments)
 
@@ -81,9 +85,14 @@ def normalize_arguments(arguments: str | Mapping[str, Any]) -> str:
     """Return canonical arguments.
 
     Raises:
-        ValueError: not a JSON object.
+        ValueError: not a JSON object, a number that is not finite, half of a surrogate pair, or too deeply nested.
     """
-    value = json.loads(arguments) if isinstance(arguments, str) else arguments
-    if not isinstance(value, Mapping):
-        raise ValueError(f"the arguments of a tool call are a {type(value).__name__}, not an object")
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+        if not isinstance(value, Mapping):
+            raise ValueError(f"the arguments of a tool call are a {type(value).__name__}, not an object")
+        text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    except RecursionError:
+        raise ValueError("the arguments of a tool call are too deeply nested") from None
+    text.encode()
+    return text

@@ -83,7 +83,7 @@ class ChatTemplate:
         """Render even if calls can't be parsed. Raises UnusableError."""
         try:
             return self._render([message.for_template(self._style) for message in messages], tools, prompt)
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
             raise UnusableError(f"the policy's chat template can't render these messages: {error}") from error
 
     def text_of(self, token_ids: Sequence[int]) -> str:
@@ -217,7 +217,7 @@ def _extract_calls(text: str, tools: ToolFormat) -> tuple[str, tuple[ToolCall, .
         try:
             parsed, length = json.JSONDecoder().raw_decode(text[body:])
             call = ToolCall(str(parsed[tools.name_key]), normalize_arguments(parsed[tools.arguments_key]))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             words.append(text[position : start + 1])
             position = start + 1
             continue

@@ -137,8 +137,9 @@ def _send(
 ) -> Response:
     """Return JSON or events; delivered with the last part."""
     if not body.get("stream"):
+        response = JSONResponse(render())
         session.deliver(replies)
-        return JSONResponse(render())
+        return response
 
     async def events():
         for event in stream:

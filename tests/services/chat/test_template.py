@@ -1,6 +1,12 @@
 import sys
 
+import pytest
+
+from offbeat.services.chat.messages import ChatMessage, ToolCall
+from offbeat.services.chat.template import ChatTemplate, UnusableError
 from tests.services.gateway.templates import PLAIN, chat_template
+
+FUNCTION = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 
 
 def test_whole_conversations_are_not_held_once_they_are_encoded():
@@ -10,3 +16,25 @@ def test_whole_conversations_are_not_held_once_they_are_encoded():
     assert template.encode(conversation) == template.encode("a long ") + template.encode(conversation[7:])
     assert sys.getrefcount(conversation) == before
     assert template.encode(phrase) is template.encode(phrase)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": "f", "arguments": {"a": ' + "[" * 3000,
+        '{"name": "f", "arguments": {"a": "\\ud83d"}}',
+        '{"name": "\\ud83d", "arguments": {}}',
+        '{"name": "f", "arguments": {"a": 1e999}}',
+        '{"name": "f", "arguments": {"a": NaN}}',
+    ],
+    ids=["nested", "surrogate", "surrogate in the name", "infinite", "not a number"],
+)
+def test_a_call_that_no_client_could_read_stays_text(hermes: ChatTemplate, call: str):
+    text = f"so: <tool_call>\n{call}\n</tool_call>"
+    assert hermes.message_of(text, tools=(FUNCTION,)) == ChatMessage("assistant", text)
+
+
+def test_a_conversation_that_is_too_deeply_nested_is_refused(hermes: ChatTemplate):
+    deep = ChatMessage("assistant", "", (ToolCall("f", '{"a":' * 3000 + "1" + "}" * 3000),))
+    with pytest.raises(UnusableError, match="recursion"):
+        hermes.render([ChatMessage("user", "a"), deep], (FUNCTION,), prompt=True)

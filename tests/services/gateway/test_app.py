@@ -1,0 +1,48 @@
+"""Routes without a server, with a policy that follows a script."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from offbeat.services.chat.template import ChatTemplate
+from offbeat.services.gateway.app import build
+from offbeat.services.gateway.session import EpisodeSession
+from tests.services.gateway.templates import Scripted, session_of
+
+HELLO = [{"role": "user", "content": "hello"}]
+FUNCTION = {"name": "f", "description": "", "parameters": {"type": "object"}}
+REQUESTS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HELLO, "tools": [{"type": "function", "function": FUNCTION}]},
+    "/v1/messages": {
+        "messages": HELLO,
+        "max_tokens": 1000,
+        "tools": [{"name": "f", "input_schema": FUNCTION["parameters"]}],
+    },
+    "/v1/responses": {"input": "hello", "tools": [{"type": "function", **FUNCTION}]},
+}
+
+
+async def post(session: EpisodeSession, path: str, body: dict[str, Any]) -> httpx.Response:
+    transport = httpx.ASGITransport(app=build({session.key: session}), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        headers = {"Authorization": f"Bearer {session.key}"}
+        return await client.post(path, content=json.dumps(body), headers=headers)
+
+
+@pytest.mark.parametrize("path", REQUESTS)
+@pytest.mark.parametrize("value", ["[" * 3000, '"\\ud83d"', "1e999"], ids=["nested", "surrogate", "infinite"])
+async def test_a_call_that_is_no_valid_json_is_delivered_as_text(hermes: ChatTemplate, path: str, value: str):
+    call = f'<tool_call>\n{{"name": "f", "arguments": {{"a": {value}}}}}\n</tool_call>'
+    session = session_of(Scripted(hermes, [call]), max_new_tokens=9000)
+    response = await post(session, path, REQUESTS[path] | {"max_tokens": 9000})
+    assert (response.status_code, json.dumps(call) in response.text) == (200, True)
+    assert [node.delivered for node in session.tree.nodes] == [True]
+
+
+async def test_an_answer_that_is_not_sent_is_not_delivered(hermes: ChatTemplate, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("offbeat.services.gateway.openai_chat.write_chat", lambda *_: {"content": "\ud83d"})
+    session = session_of(Scripted(hermes, ["yes"]))
+    response = await post(session, "/v1/chat/completions", {"messages": HELLO})
+    assert (response.status_code, [node.delivered for node in session.tree.nodes]) == (500, [False])
