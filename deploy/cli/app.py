@@ -187,7 +187,7 @@ def audit(
     if is_model_id(run):
         raise typer.Exit(audit_model(tinker_url, tinker_key, run, as_json=as_json))
     try:
-        console = Console(highlight=False, soft_wrap=True)
+        console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
         code = audit_run(run, console=console, as_json=as_json, group=group, redis_url=redis)
     except AuditError as error:
         typer.echo(f"offbeat: {error}", err=True)
@@ -285,7 +285,8 @@ def learner_reproduce(
     from offbeat.deploy.cli.reproduce import ReproduceError, reproduce_run
 
     try:
-        code = reproduce_run(run, step, console=Console(highlight=False, soft_wrap=True), as_json=as_json)
+        console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+        code = reproduce_run(run, step, console=console, as_json=as_json)
     except ReproduceError as error:
         typer.echo(f"offbeat: {error}", err=True)
         raise typer.Exit(EXIT_CONFIG) from None

@@ -266,7 +266,7 @@ def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> No
         keys = ", ".join(finding["keys"])
         console.print(f"{kind}: {finding['seen']}: {finding['cause']} ({keys})", soft_wrap=True, markup=False)
     for label, path in _file_paths(folder):
-        console.print(f"  {label:<16} {path}", soft_wrap=True)
+        console.print(f"  {label:<16} {path}", soft_wrap=True, markup=False)
 
 
 MEASURES = {

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 from pydantic import BaseModel, ValidationError
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from offbeat.deploy.cli.runs.tables import run_table, runs_table
 from offbeat.deploy.config.errors import ConfigError
@@ -73,11 +73,14 @@ def print_message(text: str) -> None:
 
 
 def show_answer(answer: BaseModel, *, as_json: bool, otherwise: Callable[[], Any]) -> int:
+    """otherwise: returns a text, shown as it is, or something that Rich renders."""
     if as_json:
         sys.stdout.write(answer.model_dump_json(indent=2) + "\n")
     else:
         width = None if sys.stdout.isatty() else PIPED_WIDTH
-        Console(highlight=False, emoji=False, soft_wrap=True, width=width).print(otherwise())
+        shown = otherwise()
+        shown = Text(shown) if isinstance(shown, str) else shown
+        Console(highlight=False, emoji=False, soft_wrap=True, width=width).print(shown)
     return DONE
 
 
@@ -178,9 +181,7 @@ def show_quarantine(url: str, token: str | None, run_id: str, *, as_json: bool) 
             f"group {row.group}, member {row.member}: {row.complaint} ({row.size} bytes, {row.head[:32]}...)"
             for row in answer.trajectories
         ]
-        return show_answer(
-            answer, as_json=as_json, otherwise=lambda: escape("\n".join(lines)) or "nothing is kept aside"
-        )
+        return show_answer(answer, as_json=as_json, otherwise=lambda: "\n".join(lines) or "nothing is kept aside")
 
     return call(url, token, ask)
 

@@ -146,13 +146,13 @@ def _show(
 
 def _sentence(view: ModelView) -> str:
     applied = "no command is applied" if view.applied < 0 else f"command {view.applied} is the last applied one"
-    return escape(f"{view.model_id} waits for {view.waits_for}; {applied}, {view.queued} queued")
+    return f"{view.model_id} waits for {view.waits_for}; {applied}, {view.queued} queued"
 
 
 def _audit_text(view: AuditView) -> str:
     if not view.proven:
-        return escape("\n".join([f"{view.model_id} is not proven:", *view.problems]))
-    return escape(
+        return "\n".join([f"{view.model_id} is not proven:", *view.problems])
+    return (
         f"{view.model_id} is proven: commands 0 to {view.applied} were applied once each ({view.refused} refused), "
         f"{view.optimizer_steps} optimizer steps; {view.checkpoints} checkpoints have the version that they name"
     )

@@ -40,7 +40,7 @@ def show_group(url: str, token: str | None, run_id: str, number: int, *, as_json
 def show_trajectory(url: str, token: str | None, run_id: str, group: int, index: int, *, as_json: bool) -> int:
     async def ask(client: ControlClient) -> int:
         answer = await client.trajectory(run_id, group, index)
-        return show_answer(answer, as_json=as_json, otherwise=lambda: escape("\n".join(_describe(answer))))
+        return show_answer(answer, as_json=as_json, otherwise=lambda: "\n".join(_describe(answer)))
 
     return call(url, token, ask)
 

@@ -212,6 +212,16 @@ def test_a_redis_that_does_not_know_the_run_is_said(run_folder: Path, redis_url:
     assert "its Redis has no counters of run" in answer.output
 
 
+def test_brackets_are_printed_as_they_are(run_folder: Path):
+    folder = run_folder / "[lake]"
+    folder.mkdir()
+    for name in ("config.yaml", "ledger", "checkpoints"):
+        (run_folder / name).rename(folder / name)
+    answer = CliRunner().invoke(app, ["audit", str(folder)])
+    assert answer.exit_code == 0, answer.output
+    assert "/[lake]" in answer.output
+
+
 def test_the_command_fails_where_a_checkpoint_was_damaged(run_folder: Path):
     (run_folder / "checkpoints/step-000002/learner.json").write_text("{}")
     answer = CliRunner().invoke(app, ["audit", str(run_folder)])
