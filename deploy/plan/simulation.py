@@ -281,6 +281,8 @@ class Simulation:
     def _outcome(self, steps: int) -> SimulatedRun:
         means = {name: average.mean(self._now) for name, average in self._averages.items()}
         span_s = self._now - self._statistics.began
+        if not span_s:
+            raise ValueError("a plan needs a time above 0: of envs, turns or training")
         return self._statistics.outcome(
             steps,
             span_s,

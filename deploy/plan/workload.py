@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from math import inf
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -79,13 +80,14 @@ class TurnTimes:
     @classmethod
     def parse(cls, text: str) -> "TurnTimes":
         """Read `0.02` or `1:0.08,16:0.16,64:0.33` (concurrency:seconds); raises ValueError."""
+        pairs = [part.split(":") for part in text.split(",")]
         try:
-            pairs = [part.split(":") for part in text.split(",")]
             points = tuple((float(a[0]) if len(a) == 2 else 1.0, float(a[-1])) for a in pairs)
         except ValueError:
             points = ()
         counts = [count for count, _ in points]
-        if not points or counts != sorted(set(counts)) or any(count <= 0 or s < 0 for count, s in points):
+        is_pairs = all(len(a) <= 2 for a in pairs) and all(0 < count < inf and 0 <= s < inf for count, s in points)
+        if not points or not is_pairs or counts != sorted(set(counts)):
             raise ValueError(f"{text!r} must be seconds, or CONCURRENCY:SECONDS,... with rising concurrency")
         return cls(points)
 

@@ -55,6 +55,7 @@ def test_the_table_says_what_would_help_most():
         (("--env-latency", "1"), "--turn-latency, --train-s"),
         ((*TIMES, "--env-latency", "gamma:1"), "'gamma:1'"),
         ((*TIMES, "--turn-latency", "x"), "must be seconds"),
+        (("--env-latency", "0", "--turn-latency", "0", "--train-s", "0"), "needs a time above 0"),
         (("--from", "no/such/run"), "there is no run in no/such/run"),
         ((*TIMES, "--cpus", "1"), "no room for an engine, a worker and a learner"),
         ((*TIMES, "max_stalenes=1"), "max_stalenes"),

@@ -42,7 +42,9 @@ def test_turn_times_are_linear_between_points_and_beyond():
     assert TurnTimes.parse("0.1").is_flat
 
 
-@pytest.mark.parametrize("text", ["", "a", "1:0.1,1:0.2", "4:0.1,2:0.2", "0:1", "1:-1", "1:2:3,"])
+@pytest.mark.parametrize(
+    "text", ["", "a", "1:0.1,1:0.2", "4:0.1,2:0.2", "0:1", "1:-1", "1:2:3,", "1:2:3", "nan", "1:inf", "nan:1"]
+)
 def test_another_form_of_turn_times_is_refused(text: str):
     with pytest.raises(ValueError, match="must be seconds"):
         TurnTimes.parse(text)
