@@ -17,6 +17,7 @@ from offbeat.deploy.cli.audit import AuditError, find_folder
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import read_run
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.config.yaml_limits import load_yaml
 from offbeat.deploy.run_folder import CONFIG
 from offbeat.trainer.checks.trackers import check_trackers
 from offbeat.trainer.config.learner import LearnerConfig
@@ -93,7 +94,7 @@ def _tracker_kwargs(config: RunConfig, name: str, settings: Sequence[str]) -> di
         if not equals:
             raise TrackError(f"{setting!r} is no KEY=VALUE")
         try:
-            kwargs[key] = yaml.safe_load(value)
+            kwargs[key] = load_yaml(value)
         except yaml.YAMLError as error:
             raise TrackError(f"{setting!r}: its value is no YAML: {error}") from error
     issues = list(check_trackers(config.model_copy(update={"track_with": (name,), "tracker_kwargs": {name: kwargs}})))

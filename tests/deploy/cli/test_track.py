@@ -72,6 +72,7 @@ def test_one_call_at_a_time_sends(folder: Path):
         (["FOLDER", NOTEBOOK, "path=x", "pages=3"], "pages: no such argument: it takes path"),
         (["FOLDER", NOTEBOOK, "path"], "'path' is no KEY=VALUE"),
         (["FOLDER", NOTEBOOK, "path=[x"], "its value is no YAML"),
+        (["FOLDER", NOTEBOOK, "path=x", "pages=2026-02-30"], "pages: no such argument"),
         (["nowhere", NOTEBOOK], "there is no run in nowhere"),
     ],
 )
