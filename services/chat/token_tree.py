@@ -72,7 +72,10 @@ class TokenTree:
                 return Prompt(extended[1], extended[0], full_text, anchor=anchor, prefill=prefill)
         answer_indexes = [i for i, message in enumerate(messages) if message.role == "assistant"]
         for index in reversed(answer_indexes):
-            continuation = self._find_continuation(messages, tools, index, full_text)
+            try:
+                continuation = self._find_continuation(messages, tools, index, full_text)
+            except UnusableError:
+                continue  # only the whole can be rendered, such as after a greeting: no answer to the part before it
             if continuation is not None:
                 parent, tokens = continuation
                 later = sum(other > index for other in answer_indexes) + bool(prefill)

@@ -132,6 +132,23 @@ async def test_words_that_the_policy_did_not_say_are_context_and_counted(plain: 
     assert captured.metrics["unverified_messages"] == 1
 
 
+@pytest.mark.parametrize("head", [(), (ChatMessage("system", "s"),)], ids=["first", "after the system message"])
+async def test_a_conversation_may_begin_with_a_greeting(head: tuple[ChatMessage, ...]):
+    """Neither no message nor a system message alone can be rendered."""
+    needs_user = (
+        "{% if not messages | selectattr('role', 'equalto', 'user') | list %}{{ raise_exception('no') }}{% endif %}"
+    )
+    policy = Scripted(chat_template(needs_user + PLAIN), ["one", "two"])
+    session = session_of(policy)
+    messages = [*head, assistant("How can I help?"), user("a")]
+    messages += [await ask(session, *messages), user("b")]
+    await ask(session, *messages)
+    captured = session.close()
+    (segment,) = captured.segments
+    assert trained(segment) == [t for made in policy.made for t in made.token_ids]
+    assert captured.metrics["unverified_messages"] == 1
+
+
 async def test_branches_share_their_stem_and_train_it_once(plain: ChatTemplate):
     policy = Scripted(plain, ["stem", "left", "right"])
     session = session_of(policy)
