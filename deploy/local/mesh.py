@@ -9,6 +9,7 @@ import fcntl
 import logging
 import math
 import os
+import secrets
 import shutil
 import tempfile
 import time
@@ -79,6 +80,7 @@ class LocalMesh:
         """started_at: Unix time of the command."""
         self._on_progress = on_progress
         self._config = config
+        self._id = secrets.token_hex(8)
         self._started_at = started_at
         self._folder = config.output_dir
         embedded = config.redis.url is None
@@ -129,6 +131,7 @@ class LocalMesh:
                 control=control.model_dump(mode="json"),
                 log_dir=str(self._folder / LOGS),
                 app=CONTROL_APP,
+                mesh=self._id,
             )
         )
         self._record_timing("control")
@@ -160,7 +163,8 @@ class LocalMesh:
         config, redis = self._config, self._redis
         assert redis is not None
         async with connect_async(self._redis_url) as async_redis:
-            record, _ = await RunStore(async_redis).create(run_spec(config), takeover=self._server is not None)
+            store = RunStore(async_redis, mesh=self._id)
+            record, _ = await store.create(run_spec(config), takeover=self._server is not None)
             self._owns_run = True
         RedisMetrics(redis, config.exp_name, record.uid).append(command_started(self._started_at))
         # No process of this run is alive: its files in shared memory are leftovers of a killed command.

@@ -50,6 +50,7 @@ class LocalControlArgs:
     """`ControlConfig`."""
     log_dir: str
     app: str
+    mesh: str
 
 
 def start_ray(settings: RaySettings) -> None:
@@ -103,6 +104,7 @@ def start_control(arguments: LocalControlArgs) -> None:
         tokens=config.to_tokens(),
         reconcile_s=config.reconcile_s,
         log_dir=Path(arguments.log_dir),
+        mesh=arguments.mesh,
     )
     for number in range(1, MAX_STARTS + 1):
         try:

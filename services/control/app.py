@@ -40,6 +40,8 @@ class ControlSettings:
     log_dir: Path | None = None
     working_dir: Path | None = None
     """Base of relative paths; None: current folder."""
+    mesh: str = ""
+    """As in `RunRecord`."""
     max_cpus: float = 0.0
     """CPUs up to which an autoscaler adds nodes; 0: no autoscaler."""
 
@@ -67,7 +69,7 @@ class ControlDeployment:
         with uncollected_imports():
             make = pkgutil.resolve_name(settings.factory)
         factory = make(redis, settings.redis_url, settings.working_dir, settings.max_cpus)
-        store = RunStore(redis, orphaned_after_s=math.inf)
+        store = RunStore(redis, orphaned_after_s=math.inf, mesh=settings.mesh)
         logs = str(settings.log_dir / f"{DEPLOYMENT}.log") if settings.log_dir else ""
         self._reconciler = reconciler = Reconciler(
             store,

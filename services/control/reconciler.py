@@ -203,7 +203,7 @@ class Reconciler:
 
     async def reconcile(self, run_id: str) -> RunState:
         record = await self._store.load(run_id)
-        if record.state.is_terminal:
+        if record.state.is_terminal or record.mesh != self._store.mesh:  # another one has started it meanwhile
             self._forget(run_id)
             return record.state
         await self._lost.note(record)

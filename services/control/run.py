@@ -123,6 +123,8 @@ class RunRecord:
     """Space-separated models to download first."""
     base: str = ""
     """As in `RunSpec`."""
+    mesh: str = ""
+    """Mesh that runs it: one of `offbeat train`, or "" for the deployed one."""
 
     def encode(self) -> dict[str, str]:
         plain = {each.name: str(getattr(self, each.name)) for each in fields(self)}

@@ -265,7 +265,7 @@ class ControlService:
                 f"{record.output_dir} is in none of your token's output_roots; without `files` only the record goes"
             )
             raise NotAllowedError([ProblemView(path="files", message=message)])
-        if not record.state.is_terminal:
+        if self.store.is_active(record):
             return None
         return await asyncio.to_thread(stack.enter_context, self.factory.hold_files(record))
 

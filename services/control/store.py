@@ -52,7 +52,9 @@ class RunStore:
     redis: Redis
     clock: Callable[[], float] = field(default=time.time)
     orphaned_after_s: float = ORPHANED_AFTER_S
-    """Infinite if this service alone reconciles all runs."""
+    """Of the mesh's runs; infinite if this service alone reconciles them."""
+    mesh: str = ""
+    """Mesh of the runs that are created and reconciled; others may be in the same Redis."""
     attended: set[str] = field(default_factory=set[str])
     """Active runs whose records a reconciler of this process restores."""
 
@@ -76,11 +78,11 @@ class RunStore:
             await pipe.watch(keys.record, *claimed)
             raw = cast(dict[bytes, bytes], await pipe.hgetall(keys.record))  # pyright: ignore[reportGeneralTypeIssues]
             old = RunRecord.decode(raw) if raw else None
-            if old and not takeover and self._is_active(old):
-                if old.config == spec.config:
+            if old and not takeover and self.is_active(old):
+                if (old.config, old.mesh) == (spec.config, self.mesh):
                     return old, False
                 raise RunExistsError(
-                    f"run {spec.run_id!r} is {old.state}: stop it first, or choose another name{self._hint()}"
+                    f"run {spec.run_id!r} is {old.state}: stop it first, or choose another name{self._hint(old)}"
                 )
             claims = await self.find_claims(spec)
             record = self._new(spec, old if spec.resume else None)
@@ -124,7 +126,7 @@ class RunStore:
     def _use(self, raw: dict[bytes, bytes]) -> str:
         """Return an active run's state, or ""."""
         try:
-            return record.state if raw and self._is_active(record := RunRecord.decode(raw)) else ""
+            return record.state if raw and self.is_active(record := RunRecord.decode(raw)) else ""
         except ForeignRecordError:
             return "managed by another version of Offbeat" if self._has_heartbeat(raw) else ""
 
@@ -136,19 +138,23 @@ class RunStore:
             beat = 0.0
         return self.clock() - beat < ORPHANED_AFTER_S
 
-    def _is_active(self, record: RunRecord) -> bool:
-        return not record.state.is_terminal and self.clock() - record.beat < self.orphaned_after_s
+    def is_active(self, record: RunRecord) -> bool:
+        return not record.state.is_terminal and self.clock() - record.beat < self._patience_s(record)
 
-    def _hint(self) -> str:
-        if math.isinf(self.orphaned_after_s):
+    def _patience_s(self, record: RunRecord) -> float:
+        return self.orphaned_after_s if record.mesh == self.mesh else ORPHANED_AFTER_S
+
+    def _hint(self, record: RunRecord) -> str:
+        if math.isinf(patience_s := self._patience_s(record)):
             return ""
-        return f" (if it was killed, it counts as dead after {self.orphaned_after_s:.0f} s of silence)"
+        return f" (if it was killed, it counts as dead after {patience_s:.0f} s of silence)"
 
     def _new(self, spec: RunSpec, old: RunRecord | None) -> RunRecord:
         now = self.clock()
         uid = old.uid if old and old.uid else secrets.token_hex(8)
         record = RunRecord(spec.run_id, spec.config, spec.output_dir, spec.max_steps, spec.settings)
         record = replace(record, started_at=now, beat=now, uid=uid, downloads=" ".join(spec.downloads), base=spec.base)
+        record = replace(record, mesh=self.mesh)
         if old is None:
             return replace(record, created_at=now)
         return replace(record, created_at=old.created_at, attempt=old.attempt + 1)
@@ -172,23 +178,29 @@ class RunStore:
         return [member.decode() for member in await self.redis.zrange(RUNS, 0, -1)]
 
     async def unfinished(self) -> list[str]:
-        """Return active runs, oldest first, unreadable ones included."""
+        """Return the mesh's active runs, oldest first, unreadable ones included."""
         over = {state.value.encode() for state in RunState if state.is_terminal}
-        return [run_id for run_id, state in await self._fields("state") if state not in over]
+        return [run_id for run_id, state in await self._own("state") if state not in over]
 
     async def current(self, *, ended_after: float) -> list[str]:
-        """Return active runs, and those ended after a Unix time, oldest first."""
-        return [run_id for run_id, end in await self._fields("ended_at") if not _is_before(end, ended_after)]
+        """Return active runs of all meshes, and those ended after a Unix time, oldest first."""
+        return [run_id for run_id, (end,) in await self._fields("ended_at") if not _is_before(end, ended_after)]
 
     async def reports_due(self) -> list[str]:
-        return [run_id for run_id, report in await self._fields("report") if report == REPORT_DUE.encode()]
+        """Return the mesh's runs whose report is to be written."""
+        return [run_id for run_id, report in await self._own("report") if report == REPORT_DUE.encode()]
 
-    async def _fields(self, name: str) -> list[tuple[str, bytes | None]]:
-        """Return all runs, oldest first, with a field of each record."""
+    async def _own(self, name: str) -> list[tuple[str, bytes | None]]:
+        """Return the mesh's runs, oldest first, with a field of each record."""
+        rows = await self._fields(name, "mesh")
+        return [(run_id, value) for run_id, (value, mesh) in rows if (mesh or b"").decode() == self.mesh]
+
+    async def _fields(self, *names: str) -> list[tuple[str, list[bytes | None]]]:
+        """Return all runs, oldest first, with fields of each record."""
         run_ids = await self.run_ids()
         async with self.redis.pipeline(transaction=False) as pipe:
             for run_id in run_ids:
-                pipe.hget(RunKeys(run_id).record, name)
+                pipe.hmget(RunKeys(run_id).record, names)
             return list(zip(run_ids, await pipe.execute(), strict=True))
 
     @repeat_transaction
@@ -315,8 +327,8 @@ class RunStore:
                     f"run {run_id!r} is managed by another version of Offbeat: stop it there first"
                 ) from None
             return
-        if not record.state.is_terminal:
-            raise RunStateError(f"run {run_id!r} is {record.state}: stop it first")
+        if self.is_active(record):
+            raise RunStateError(f"run {run_id!r} is {record.state}: stop it first{self._hint(record)}")
 
     async def _keys_of(self, run_id: str) -> list[bytes]:
         keys = RunKeys(run_id)

@@ -21,15 +21,19 @@ from tests.paths import QUICKSTART
 pytestmark = pytest.mark.slow
 
 
-async def test_a_run_of_another_mesh_is_left_as_it_is(redis_url: str, tmp_path: Path):
-    """A second start by the same name, on the same Redis, is refused; its end marks and stops nothing."""
+@pytest.mark.parametrize("folder", ["theirs", "ours"])
+async def test_a_run_of_another_mesh_is_left_as_it_is(redis_url: str, tmp_path: Path, folder: str):
+    """A second start by the same name, on the same Redis, is refused; its end marks and stops nothing.
+
+    Also by the same configuration, on another host.
+    """
     theirs = load_run(QUICKSTART, [f"redis.url={redis_url}", f"output_dir={tmp_path}/theirs"])
     keys = RunKeys(theirs.exp_name)
     async with connect_async(redis_url) as async_redis:
         await RunStore(async_redis).create(run_spec(theirs))
         with Redis.from_url(redis_url) as redis:
             before = redis.hgetall(keys.record)
-            ours = theirs.model_copy(update={"output_dir": tmp_path / "ours"})
+            ours = theirs.model_copy(update={"output_dir": tmp_path / folder})
             mesh = LocalMesh(ours, started_at=time.time())
             await mesh._start_redis()
             with pytest.raises(RunExistsError, match="stop it first"):

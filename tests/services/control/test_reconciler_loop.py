@@ -46,6 +46,18 @@ async def test_the_loop_reconciles_every_run_and_at_once_when_woken(async_redis:
         await task
 
 
+async def test_runs_of_another_mesh_are_not_reconciled(store: RunStore, mesh: FakeMesh):
+    """Nor one that another mesh has started again."""
+    theirs = replace(store, mesh="theirs")
+    reconciler = Reconciler(theirs, lambda _: mesh)
+    assert await reconciler._active_runs() == []
+    assert await reconciler.reconcile(SPEC.run_id) is RunState.PREPARING
+    await theirs.create(SPEC, takeover=True)
+    assert await reconciler._active_runs() == [SPEC.run_id]
+    assert await Reconciler(store, lambda _: mesh).reconcile(SPEC.run_id) is RunState.PREPARING
+    assert await reconciler.reconcile(SPEC.run_id) is not RunState.PREPARING
+
+
 async def test_a_redis_that_is_gone_for_long_does_not_end_the_looking(async_redis: Redis, mesh: FakeMesh):
     outages = [ConnectionError("gone"), ConnectionError("still gone")]
 

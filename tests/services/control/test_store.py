@@ -20,7 +20,7 @@ from offbeat.services.control.run import (
     RunStateError,
     UnknownRunError,
 )
-from offbeat.services.control.store import EPOCH_TTL_S, ORPHANED_AFTER_S, RunStore
+from offbeat.services.control.store import EPOCH_TTL_S, ORPHANED_AFTER_S, REPORT_DUE, RunStore
 from offbeat.services.keys import RunKeys
 from offbeat.services.redis.connection import connect
 from offbeat.services.telemetry import MetricRecord, Partial, encode_record
@@ -119,6 +119,38 @@ async def test_a_control_service_orphans_no_run_after_a_long_absence(store: RunS
     with pytest.raises(RunExistsError):
         await control.create(OTHER)
     assert await control.create(replace(SPEC, claims={"app": "generation-local"})) == (await store.load("lake"), False)
+
+
+async def test_a_run_of_another_mesh_is_left_to_it_until_it_is_silent(store: RunStore):
+    """Of two commands on one Redis, or of a command on that of a deployed mesh."""
+    theirs = replace(store, mesh="theirs")
+    await theirs.create(replace(SPEC, claims={"app": "generation-local"}))
+    ours = replace(store, mesh="ours", orphaned_after_s=math.inf)
+    assert (await ours.unfinished(), await theirs.unfinished()) == ([], ["lake"])
+    with pytest.raises(RunExistsError, match=r"'lake' is preparing: stop it first.* dead after 30 s of silence"):
+        await ours.create(SPEC)
+    with pytest.raises(BusyError):
+        await ours.create(replace(SPEC, run_id="other", claims={"app": "generation-local"}))
+    with pytest.raises(RunStateError, match=r"stop it first.* dead after 30 s of silence"):
+        await ours.delete("lake")
+    clock_of(store).now += ORPHANED_AFTER_S + 1
+    _, new = await ours.create(replace(SPEC, claims={"app": "generation-local"}))
+    assert new
+    assert (await ours.unfinished(), await theirs.unfinished()) == (["lake"], [])
+
+
+async def test_a_silent_run_of_another_mesh_is_deleted(store: RunStore):
+    await replace(store, mesh="theirs").create(SPEC)
+    clock_of(store).now += ORPHANED_AFTER_S + 1
+    await replace(store, orphaned_after_s=math.inf).delete("lake")
+    assert await store.run_ids() == []
+
+
+async def test_the_report_of_another_meshs_run_is_left_to_it(store: RunStore):
+    theirs = replace(store, mesh="theirs")
+    await theirs.create(SPEC)
+    await store.update("lake", report=REPORT_DUE)
+    assert (await store.reports_due(), await theirs.reports_due()) == ([], ["lake"])
 
 
 async def test_a_new_run_deletes_an_ended_one_of_its_name_except_its_epoch(store: RunStore):
