@@ -12,7 +12,7 @@ from offbeat.envs.dataset.env import (
     QuestionsConfig,
     last_group,
 )
-from offbeat.envs.dataset.program_checker import CallTest, check_program
+from offbeat.envs.dataset.program_checker import CallTest, check_output, check_program
 from offbeat.envs.dataset.rows import Row
 from offbeat.envs.parsing import compile_pattern, fenced_pattern
 from offbeat.envs.sandbox import Limits, check_isolation, run_python
@@ -66,12 +66,9 @@ class CodeEnv(QuestionEnv[CodeConfig]):
         """Return the error; empty if passed."""
         if extra:
             return check_program(program, extra, self.config.sandbox)
-        outcome = run_python(program, stdin=stdin, limits=self.config.sandbox)
-        if not outcome.ok:
-            return outcome.error
-        if expected is not None and outcome.stdout.split() != expected.split():
-            return f"printed {outcome.stdout[:200]!r}, not {expected[:200]!r}"
-        return ""
+        if expected is not None:
+            return check_output(program, stdin, expected, self.config.sandbox)
+        return run_python(program, limits=self.config.sandbox).error
 
 
 def read_tests(tests: Any) -> list[tuple[str | CallTest, str, str | None]]:

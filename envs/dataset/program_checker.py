@@ -48,6 +48,17 @@ def check_program(program: str, test: str | CallTest, limits: Limits) -> str:
         return _own_error(running) or error if error.startswith("EOFError") else error
 
 
+def check_output(program: str, stdin: str, expected: str, limits: Limits) -> str:
+    """Return why a program's output is not the expected words, or ""; long outputs are compared as a whole."""
+    room = max(limits.max_output_chars, 2 * len(expected))
+    outcome = run_python(program, stdin=stdin, limits=limits.model_copy(update={"max_output_chars": room}))
+    if not outcome.ok:
+        return outcome.error
+    if outcome.stdout.split() != expected.split():
+        return f"printed {outcome.stdout[:200]!r}, not {expected[:200]!r}"
+    return ""
+
+
 def count_pytest(program: str, tests: str, limits: Limits) -> tuple[int, int]:
     """Return the numbers of passed and of all tests of a pytest file; (0, 0) if it did not start. The time limit is
     that of the file.

@@ -4,8 +4,8 @@ import time
 
 from offbeat.envs.dataset.code import FENCED
 from offbeat.envs.dataset.env import last_group
-from offbeat.envs.dataset.program_checker import CallTest, check_program, count_pytest
-from offbeat.envs.sandbox import Limits, check_isolation, run_python
+from offbeat.envs.dataset.program_checker import CallTest, check_output, check_program, count_pytest
+from offbeat.envs.sandbox import Limits, check_isolation
 from offbeat.services.reward.kinds.code_cases import AssertCase, Case, PytestFile, StdioCase, read_cases
 from offbeat.services.reward.kinds.config import CodeSandboxConfig
 from offbeat.services.reward.sample import RewardSample, final_text
@@ -47,6 +47,4 @@ def run_case(program: str, case: Case, limits: Limits) -> float:
             num_passed, num_tests = count_pytest(program, source, limits)
             return num_passed / num_tests if num_tests else 0.0
         case StdioCase(stdin, expected):
-            room = max(limits.max_output_chars, 2 * len(expected))
-            outcome = run_python(program, stdin=stdin, limits=limits.model_copy(update={"max_output_chars": room}))
-            return float(outcome.ok and outcome.stdout.split() == expected.split())
+            return float(not check_output(program, stdin, expected, limits))

@@ -141,6 +141,16 @@ def test_programs_may_read_stdin_and_print(tmp_path: Path):
 
 
 @needs_sandbox
+def test_a_long_output_is_compared_whole(tmp_path: Path):
+    output = "\n".join(map(str, range(4000)))
+    path = write(tmp_path / "apps.jsonl", [{"question": "count", "tests": {"inputs": ["4000"], "outputs": [output]}}])
+    env = make("code", dataset_name=path, split="any")
+    env.reset(seed=0)
+    assert judged(env, "```py\nfor n in range(int(input())):\n    print(n)\n```") == (1.0, True, True)
+    assert judged(env, "```py\nfor n in range(int(input())):\n    print(max(n, 1))\n```") == (0.0, False, True)
+
+
+@needs_sandbox
 @pytest.mark.parametrize("name", ["double", "Solution.double"])
 def test_programs_may_be_tested_by_calls_of_a_function(tmp_path: Path, name: str):
     tests = json.dumps({"fn_name": name, "inputs": [[2], [[1]]], "outputs": [4, [1, 1]]})
