@@ -4,6 +4,7 @@ from pathlib import Path
 
 from offbeat.deploy.run_folder import read_endpoints
 from offbeat.services.errors import MeshError
+from offbeat.services.redis.url import address_problem
 from offbeat.services.redis.url_file import read_url_file
 
 URL_FILE = Path("redis") / "url"
@@ -12,7 +13,11 @@ URL_FILE = Path("redis") / "url"
 
 def resolve_url(given: str | None) -> str | None:
     """Return the URL itself or in a file; raises `MeshError`."""
-    if given is None or "://" in given:
+    if given is None:
+        return None
+    if "://" in given:
+        if problem := address_problem(given):
+            raise MeshError(f"--redis: {problem}")
         return given
     try:
         return read_url_file(Path(given))

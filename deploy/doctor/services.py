@@ -8,16 +8,16 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 from redis import Redis
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from offbeat.deploy.doctor.finding import InstallationFinding
 from offbeat.deploy.redis_address import URL_FILE
 from offbeat.envs.sandbox.run import IsolationError, Limits, check_isolation, platform_isolation
 from offbeat.services.errors import MeshError
 from offbeat.services.redis.server import server_binary
+from offbeat.services.redis.url import address_problem, redact
 from offbeat.services.redis.url_file import read_url_file
 
 TIMEOUT_S = 2.0
@@ -54,7 +54,7 @@ def _check_redis(runs: Path) -> Iterator[InstallationFinding]:
     try:
         url = os.environ.get(REDIS_VARIABLE) or (read_url_file(file) if file.is_file() else None)
         url = read_url_file(Path(url)) if url and "://" not in url else url
-    except OSError as error:
+    except (OSError, MeshError) as error:
         yield InstallationFinding("Redis", "advice", f"its address can't be read: {error}")
         return
     if url is not None:
@@ -62,13 +62,14 @@ def _check_redis(runs: Path) -> Iterator[InstallationFinding]:
 
 
 def _check_redis_at(url: str) -> InstallationFinding:
-    place = urlsplit(url)
-    subject = f"Redis at {place.hostname}:{place.port or 6379}"
+    if problem := address_problem(url):
+        return InstallationFinding("Redis", "problem", f"its address can't be used: {problem}")
+    subject = f"Redis at {redact(url)}"
     try:
         with Redis.from_url(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S) as redis:
             info = cast(dict[str, Any], redis.info())
             policy = str(info.get("maxmemory_policy", "noeviction"))
-    except ResponseError as error:
+    except (AuthenticationError, ResponseError) as error:  # an AuthenticationError is a ConnectionError
         return InstallationFinding(subject, "problem", f"refuses ({error}): mend it, or its password in the URL")
     except (RedisError, ValueError) as error:
         return InstallationFinding(subject, "advice", f"does not answer ({error}): start it, or the mesh")

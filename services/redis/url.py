@@ -5,6 +5,7 @@ TLS options are part of the URL: `rediss://:PASSWORD@HOST:6380/0?ssl_ca_certs=/e
 
 import difflib
 import logging
+import re
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
@@ -26,6 +27,17 @@ def address_problem(url: str) -> str:
 
     Allowed options: certificate checks and absolute file paths.
     """
+    if problem := _form_problem(url):
+        has_unquoted = "@" in url and "@" not in re.split("[/?#]", url.partition("://")[2])[0]
+        return "write /, ? and # of its password as %2F, %3F and %23" if has_unquoted else problem
+    parts = urlsplit(url)
+    for name, value in parse_qsl(parts.query, keep_blank_values=True):
+        if problem := _option_problem(name, value, parts.scheme):
+            return problem
+    return ""
+
+
+def _form_problem(url: str) -> str:
     try:
         parts = urlsplit(url)
         _ = parts.port
@@ -35,9 +47,6 @@ def address_problem(url: str) -> str:
         return f"expected redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH, got {redact(url)!r}"
     if parts.scheme != "unix" and not parts.path.removeprefix("/").isdigit() and parts.path not in ("", "/"):
         return f"expected the number of a database after the port, got {parts.path!r}"
-    for name, value in parse_qsl(parts.query, keep_blank_values=True):
-        if problem := _option_problem(name, value, parts.scheme):
-            return problem
     return ""
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from offbeat.deploy.cli.learner import Target, UnknownRedisError, find_target
-from offbeat.deploy.redis_address import URL_FILE
+from offbeat.deploy.redis_address import URL_FILE, resolve_url
 from offbeat.deploy.run_folder import CONFIG, Endpoints, claim, locked, make_private, write_config, write_endpoints
 from offbeat.services.buffer.config import RedisConfig
+from offbeat.services.errors import MeshError
 from offbeat.services.process import free_port
 from offbeat.services.redis.connection import connect
 from offbeat.services.redis.server import EmbeddedRedis
@@ -53,6 +54,12 @@ def test_a_file_is_taken_for_a_url(runs: Path, deployed: str):
     assert find_target("lake", str(runs / URL_FILE)).redis_url == deployed
     with pytest.raises(UnknownRedisError, match="expected a URL, or a file with one"):
         find_target("lake", "nowhere")
+
+
+@pytest.mark.parametrize("url", ["http://localhost:6379", "redis://localhost:port/0", "redis://:a/b@host:6379/0"])
+def test_a_url_of_no_redis_is_refused(url: str):
+    with pytest.raises(MeshError, match="--redis: "):
+        resolve_url(url)
 
 
 @pytest.mark.usefixtures("runs")

@@ -1,6 +1,9 @@
 """What `offbeat doctor` finds, and what it says to do."""
 
+import socket
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -140,6 +143,44 @@ def test_a_redis_that_does_not_answer_is_named_without_its_password(monkeypatch:
     (finding,) = [each for each in check_services() if each.subject.startswith("Redis at")]
     assert "does not answer" in finding.detail
     assert "secret" not in str(finding)
+
+
+def answer_with(reply: bytes, listener: socket.socket) -> None:
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        with connection, suppress(OSError):
+            while connection.recv(65536):
+                connection.sendall(reply)
+
+
+@pytest.mark.parametrize("reply", ["NOAUTH Authentication required.", "WRONGPASS invalid username-password pair"])
+def test_a_redis_that_refuses_the_password_is_a_problem(monkeypatch: pytest.MonkeyPatch, reply: str):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        Thread(target=answer_with, args=(f"-{reply}\r\n".encode(), listener), daemon=True).start()
+        monkeypatch.setenv(services.REDIS_VARIABLE, f"redis://:secret@127.0.0.1:{listener.getsockname()[1]}/0")
+        (finding,) = services._check_redis(Path())
+        listener.shutdown(socket.SHUT_RDWR)
+    assert finding.state == "problem"
+    assert finding.detail.startswith("refuses (")
+
+
+@pytest.mark.parametrize("url", ["redis://localhost:port/0", "redis://:secret/x@host:6379/0", "http://localhost"])
+def test_an_address_of_redis_that_is_none_is_a_problem(monkeypatch: pytest.MonkeyPatch, url: str):
+    monkeypatch.setenv(services.REDIS_VARIABLE, url)
+    (finding,) = services._check_redis(Path())
+    assert (finding.subject, finding.state) == ("Redis", "problem")
+    assert "secret" not in finding.detail
+
+
+def test_a_file_without_the_address_of_redis_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "url"
+    file.touch()
+    monkeypatch.setenv(services.REDIS_VARIABLE, str(file))
+    (finding,) = services._check_redis(tmp_path)
+    assert finding.detail.startswith(f"its address can't be read: {file}: expected redis://HOST:PORT")
 
 
 def test_a_running_cluster_needs_its_authentication(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, redis_url: str):
