@@ -5,9 +5,10 @@ Invariant: a `ConfigError` lists all issues before the start.
 
 import copy
 import json
+import math
 import threading
 import warnings
-from collections.abc import Callable, Container, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -262,11 +263,23 @@ def validate_tree(tree: dict[str, Any], source: str = "") -> RunConfig:
             raise ConfigError(
                 [ConfigIssue("", "a string contains a NUL character, which paths and names must not")], source
             )
-        return RunConfig.model_validate_json(text)
+        config = RunConfig.model_validate_json(text)
     except ValidationError as error:
         raise ConfigError(collect_issues(error, RunConfig), source) from error
     except (TypeError, ValueError) as error:
         raise ConfigError([ConfigIssue("", f"not plain values: {error}")], source) from error
+    if issues := list(_find_infinite(tree)):
+        raise ConfigError(issues, source)
+    return config
+
+
+def _find_infinite(value: object, path: str = "") -> Iterator[ConfigIssue]:
+    """Yield the numbers of free tables (`env_config`) that pydantic writes as null into a run's record."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield ConfigIssue(path, f"expected a finite number, got {value}: a run's record is JSON, which has no such one")
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, child in children:
+        yield from _find_infinite(child, f"{path}.{key}" if path else str(key))
 
 
 def resolve_paths(tree: dict[str, Any], folder: Path) -> dict[str, Any]:

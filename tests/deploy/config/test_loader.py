@@ -199,6 +199,17 @@ def test_seed_out_of_numpys_range_is_rejected(seed: int):
     assert "seed" in refused(f"seed={seed}")
 
 
+@pytest.mark.parametrize("value", [".inf", "-.inf", ".nan"])
+def test_infinite_numbers_of_free_tables_are_refused(value: str):
+    """A run's record would have null in their place."""
+    env = "custom_envs: {L: {env_type: gymnasium, env_config: {id: x, kwargs: {sizes: [1, VALUE]}}}}"
+    with pytest.raises(ConfigError) as caught:
+        read_document(env.replace("VALUE", value))
+    (issue,) = caught.value.issues
+    assert issue.path == "custom_envs.L.env_config.kwargs.sizes.1"
+    assert issue.message.startswith(f"expected a finite number, got {float(value.replace('.', ''))}")
+
+
 @pytest.mark.parametrize("content", [b"1", b"true", b"- a", b"words", b"\xff\xfe\x01", b"a: [", b""])
 def test_file_without_mapping_is_rejected(tmp_path: Path, content: bytes):
     path = tmp_path / "run.yaml"
