@@ -68,6 +68,13 @@ def _dtype(key: Key) -> Outcome:
     return Outcome("renamed", tuple(f"{MODEL}.dtype".split(".")), key.value)
 
 
+def _without_warmup(key: Key) -> Outcome | None:
+    """Report the warm-up of transformers' constant schedule, which has none."""
+    if not key.value or get(key.tree, "lr_scheduler_type") != "constant":
+        return None
+    return Outcome("no effect", note="transformers' lr_scheduler_type: constant has none; constant_with_warmup has")
+
+
 def _steps(key: Key) -> Outcome | None:
     return Outcome("same", note="num_train_epochs counts") if key.value == -1 else None
 
@@ -249,6 +256,7 @@ RULES: Rules = (
     ("shuffle_dataset", _shuffle),
     ("train_sampling_strategy", _sampling),
     ("train_sampling_strategy", missing("rows are in random order (data.shuffle)")),
+    ("warmup_steps|warmup_ratio", _without_warmup),
     ("warmup_steps|warmup_ratio", take_warmup),
     ("warmup_steps", in_batches(*ARGS.split("."))),
     ("learning_rate|weight_decay|adam_beta1|adam_beta2|adam_epsilon|max_grad_norm|warmup_steps|lr_scheduler_type|"

@@ -334,3 +334,14 @@ def test_the_loss_of_fine_tuning_is_said_to_be_on_other_tokens(tmp_path: Path):
     stepwise = text.replace("warmup_steps: 0.1", "warmup_steps: 0.1\nmax_steps: 200")
     tree = import_trl(write(tmp_path, "steps.yaml", stepwise)).tree
     assert tree["actor_train"]["training_args"]["warmup_steps"] == 20
+
+
+@pytest.mark.parametrize("warmup", ["warmup_steps: 20", "warmup_ratio: 0.1"])
+@pytest.mark.parametrize(("schedule", "steps"), [("constant", None), ("constant_with_warmup", 20)])
+def test_a_constant_schedule_has_no_warm_up(schedule: str, steps: int | None, warmup: str, tmp_path: Path):
+    """As transformers' `get_scheduler`, where `constant` ignores it."""
+    text = f"{SFT}lr_scheduler_type: {schedule}\n{warmup}\nmax_steps: 200\n"
+    tree, reports, _ = translate_trl(write(tmp_path, "sft.yaml", text))
+    assert tree["actor_train"]["training_args"].get("warmup_steps") == steps
+    (status,) = {each.outcome.status for each in reports if each.key == (warmup.partition(":")[0],)}
+    assert (status == "no effect") == (steps is None)
