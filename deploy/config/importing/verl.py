@@ -63,6 +63,9 @@ OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Div: operator.floordiv,
     ast.Mod: operator.mod,
 }
+TRAINERS = ("ppo_trainer", "ppo_megatron_trainer")
+"""verl's own files, whose values are its defaults."""
+MEGATRON, STRATEGY = "megatron", tuple(f"{ACTOR}.strategy".split("."))
 DEFAULTS: dict[str, Any] = {
     "data.max_response_length": 512,
     f"{ACTOR}.ppo_mini_batch_size": 256,
@@ -91,21 +94,59 @@ DEFAULTS: dict[str, Any] = {
 
 def import_verl(path: Path) -> Imported:
     """Import a script or YAML file of verl's; raises `ConfigError`."""
-    tree, reports = translate_verl(path)
-    return finish(path, tree, reports)
+    return finish(path, *translate_verl(path))
 
 
-def translate_verl(path: Path) -> tuple[Tree, list[KeyReport]]:
-    """Return our unvalidated tree and the outcome of each key; raises `ConfigError`."""
-    with readable(path):
-        text = path.read_text(encoding="utf-8")
-        source = load_yaml(text) if path.suffix in (".yaml", ".yml") else read_overrides(text)
-    if not isinstance(source, dict) or not source:
+def translate_verl(path: Path) -> tuple[Tree, list[KeyReport], list[str]]:
+    """Return our unvalidated tree, the outcome of each key, and remarks; raises `ConfigError`."""
+    if path.suffix in (".yaml", ".yml"):
+        source, remarks = _read_file(path)
+    else:
+        source, remarks = _read_script(path)
+    if not source:
         raise ConfigError([ConfigIssue("", "no `key=value` of verl, nor a mapping of keys to values")], str(path))
-    source = _resolve(cast(Tree, source))
+    source = _resolve(source)
     keys = ((path, Key(path, value, source)) for path, value in leaves(source, ()))
     tree, reports = translate(keys, _decide)
-    return tree, [*reports, *add_defaults(tree, _defaults(source))]
+    return tree, [*reports, *add_defaults(tree, _defaults(source))], remarks
+
+
+def _read_file(path: Path) -> tuple[Tree, list[str]]:
+    """Return a file's keys, and remarks on the files of its defaults list."""
+    with readable(path):
+        source = load_yaml(path.read_text(encoding="utf-8"))
+    tree: Tree = {str(name): value for name, value in source.items()} if isinstance(source, dict) else {}
+    entries, _ = tree.pop("defaults", None), tree.pop("hydra", None)
+    names = [each for each in entries if isinstance(each, str)] if isinstance(entries, list) else []
+    if any(MEGATRON in name for name in names):
+        put(tree, STRATEGY, MEGATRON)
+    unread = [name for name in names if name not in (*TRAINERS, "_self_")]
+    return tree, [f"defaults: the keys of {name} are not read" for name in unread]
+
+
+def _read_script(path: Path) -> tuple[Tree, list[str]]:
+    """Return a script's overrides, over the keys of the file that it names, and remarks."""
+    with readable(path):
+        script = path.read_text(encoding="utf-8")
+    tree, name = read_overrides(script), read_option(script, "config-name").removesuffix(".yaml")
+    if not name:
+        return tree, []
+    folders = (read_option(script, "config-path"), "config", ".")
+    files = [path.parent / folder / f"{name}.yaml" for folder in folders if folder]
+    file = next((file for file in files if file.is_file()), None)
+    base, remarks = (Tree(), []) if file is None else _read_file(file)
+    if file is not None:
+        remarks.insert(0, f"--config-name: the keys of {file} are read, too")
+    elif name not in TRAINERS:
+        remarks.append(
+            f"--config-name: no file {name}.yaml in {path.parent} or its folder config: its keys are not read"
+        )
+    if MEGATRON in name:
+        put(base, STRATEGY, MEGATRON)
+    for key, value in leaves(tree, ()):
+        remove(base, key)
+        put(base, key, value)
+    return base, remarks
 
 
 def _decide(key: Key) -> Outcome:
@@ -124,13 +165,8 @@ def _resolve(tree: Tree) -> Tree:
 
 def read_overrides(script: str) -> Tree:
     """Return the dotted keys of a shell script, with its variables expanded."""
-    tree, variables = Tree(), dict[str, str]()
-    for line in script.replace("\\\n", " ").splitlines():
-        words = list(_words(_calculate(line, variables)))
-        words = words[1:] if words[:1] == ["export"] else words
-        if len(words) == 1 and (match := ASSIGNMENT.fullmatch(words[0])):
-            variables[match["name"]] = _expand(match["value"], variables)
-            continue
+    tree = Tree()
+    for words, variables in _commands(script):
         for word in words:
             match = OVERRIDE.fullmatch(word)
             if match and "." in match["key"]:
@@ -138,6 +174,29 @@ def read_overrides(script: str) -> Tree:
                 remove(tree, path)  # the last value counts
                 put(tree, path, _parse(_expand(match["value"], variables)))
     return tree
+
+
+def read_option(script: str, name: str) -> str:
+    """Return the last value of `--name=value` or `--name value`; empty without one."""
+    last = ""
+    for words, variables in _commands(script):
+        for word, after in zip(words, [*words[1:], ""], strict=False):
+            option, equals, value = word.partition("=")
+            if option == f"--{name}":
+                last = _expand(value if equals else after, variables)
+    return last
+
+
+def _commands(script: str) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """Yield the words of each line, and the variables that were assigned before it."""
+    variables = dict[str, str]()
+    for line in script.replace("\\\n", " ").splitlines():
+        words = list(_words(_calculate(line, variables)))
+        words = words[1:] if words[:1] == ["export"] else words
+        if len(words) == 1 and (match := ASSIGNMENT.fullmatch(words[0])):
+            variables[match["name"]] = _expand(match["value"], variables)
+        else:
+            yield words, variables
 
 
 def _words(line: str) -> Iterator[str]:
@@ -240,7 +299,8 @@ def _defaults(source: Tree) -> Iterator[tuple[str, Any]]:
         yield "old_logprobs", "recompute"
     yield "max_staleness", 0
     yield f"{ARGS}.adam_beta2", 0.999
-    yield f"{ARGS}.decay_all_weights", True
+    if get(source, STRATEGY) != MEGATRON:
+        yield f"{ARGS}.decay_all_weights", True  # Megatron's optimizer spares norms and biases
     if is_set(source, f"{MODEL}.lora_rank") or is_set(source, f"{MODEL}.lora.rank"):
         yield f"{ARGS}.learning_rate", 1e-6
     if is_set(source, f"{MODEL}.lora.rank"):

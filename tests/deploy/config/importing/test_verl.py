@@ -54,7 +54,7 @@ def test_a_script_of_verl_passes_its_variables():
 
 
 def test_a_script_of_verl_becomes_rlvr(tmp_path: Path):
-    tree, reports = translate_verl(write(tmp_path, "run.sh", VERL))
+    tree, reports, _ = translate_verl(write(tmp_path, "run.sh", VERL))
     assert (tree["pipeline"], tree["rollout_batch_size"], tree["sequence_length"]) == ("rlvr", 512, 1536)
     training: dict[str, Any] = tree["actor_train"]["training_args"]
     assert (training["learning_rate"], training["num_minibatches"], training["warmup_steps"]) == (1e-6, 4, 2)
@@ -114,6 +114,41 @@ def test_a_script_without_keys_has_verls_defaults(tmp_path: Path):
     text = "python3 -m verl.trainer.main_ppo data.train_files=a.parquet data.val_files=b.parquet"
     tree = import_verl(write(tmp_path, "run.sh", text)).tree
     assert {key: get(tree, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize("option", ["--config-name='multiturn'", "--config-path=conf --config-name $NAME"])
+def test_a_file_that_a_script_names_is_read_below_its_overrides(option: str, tmp_path: Path):
+    folder = tmp_path / ("conf" if "path" in option else "config")
+    folder.mkdir()
+    keys = "data: {max_response_length: 900, train_batch_size: 256}\nhydra: {searchpath: [x]}\n"
+    write(folder, "multiturn.yaml", f"defaults: [ppo_trainer, mine, _self_]\n{keys}")
+    script = f"NAME=multiturn.yaml\npython3 -m verl.trainer.main_ppo {option} data.train_batch_size=8"
+    imported = import_verl(write(tmp_path, "run.sh", script))
+    assert imported.tree["actor_infer"]["generating_args"]["max_new_tokens"] == 900
+    assert imported.tree["train_env_manager"]["num_env_groups"] == 8
+    assert len(imported.remarks) == 2
+    assert str(folder / "multiturn.yaml") in imported.remarks[0]
+    assert imported.remarks[1] == "defaults: the keys of mine are not read"
+    (folder / "multiturn.yaml").unlink()
+    (remark,) = import_verl(tmp_path / "run.sh").remarks
+    assert remark.startswith("--config-name: no file multiturn.yaml in ")
+
+
+@pytest.mark.parametrize(
+    ("words", "decays"),
+    [
+        ("--config-name=ppo_trainer.yaml", True),
+        ("--config-path=./config --config-name='ppo_megatron_trainer'", None),
+        ("actor_rollout_ref.actor.strategy=megatron", None),
+    ],
+)
+def test_megatron_spares_norms_and_biases(words: str, decays: bool | None, tmp_path: Path):
+    script = f"python3 -m verl.trainer.main_ppo {words} data.train_files=a.parquet"
+    imported = import_verl(write(tmp_path, "run.sh", script))
+    args = imported.tree["actor_train"]["training_args"]
+    assert (args["weight_decay"], args.get("decay_all_weights")) == (0.01, decays)
+    assert imported.tree["actor_train"]["strategy_args"] == {"strategy_name": "fsdp2_train"}
+    assert imported.remarks == ()
 
 
 ACTOR, POLICY = "actor_rollout_ref.actor", "actor_rollout_ref.actor.policy_loss.loss_mode"
@@ -293,7 +328,7 @@ def test_an_option_of_verl(words: tuple[str, ...], expected: dict[str, Any], tmp
 def test_what_becomes_of_a_key_without_a_counterpart(word: str, status: str, tmp_path: Path):
     words = () if word.startswith("algorithm.adv") else ("algorithm.adv_estimator=grpo",)
     text = f"python3 -m verl.trainer.main_ppo {' '.join((*words, word))}"
-    _, reports = translate_verl(write(tmp_path, "run.sh", text))
+    _, reports, _ = translate_verl(write(tmp_path, "run.sh", text))
     assert statuses(reports)[word.partition("=")[0]] == status
 
 
