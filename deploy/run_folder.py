@@ -206,8 +206,11 @@ def claim(folder: Path, run_id: str, *, resume: bool) -> Path | None:
         aside = move_aside(folder)
         earlier = None
     make_private(folder)
-    if earlier is None or (earlier.run_id, bool(earlier.incarnation)) != (run_id, True):
+    if earlier is None:
         mark(folder, run_id)
+    elif (earlier.run_id, bool(earlier.incarnation)) != (run_id, True):
+        with locked(folder):
+            mark(folder, run_id)
     if problem := find_conflict(folder):  # another run claimed a folder above or below at the same time
         if earlier is None:
             (folder / MARKER).unlink(missing_ok=True)

@@ -79,6 +79,16 @@ def test_claim_refuses_a_locked_folder(tmp_path: Path):
         assert (folder / "config.yaml").exists()
 
 
+def test_a_refused_resume_under_another_name_leaves_the_marker(tmp_path: Path):
+    earlier_run(tmp_path / "q")
+    before = identify(tmp_path / "q")
+    with locked(tmp_path / "q"), pytest.raises(FolderInUseError):
+        run_folder.claim(tmp_path / "q", "other", resume=True)
+    assert identify(tmp_path / "q") == before
+    run_folder.claim(tmp_path / "q", "other", resume=True)
+    assert identify(tmp_path / "q") != before
+
+
 def test_find_holder_is_none_once_the_process_has_exited(tmp_path: Path):
     assert run_folder.find_holder(tmp_path) is None
     process = lock_elsewhere(tmp_path)
