@@ -87,7 +87,7 @@ class EpisodeEnv(Protocol):
         ...
 
     async def step(self, action: str) -> dict[str, Any]:
-        """Return observation, reward, `done` and metrics.
+        """Return observation, reward, `done` and metrics, all of them JSON.
 
         Raises:
             InvalidCallError: the episode is over.

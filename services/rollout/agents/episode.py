@@ -5,6 +5,7 @@ only by `on_env_error` or `on_agent_error`; the key is revoked before the trajec
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -147,7 +148,7 @@ class HttpEnvSession:
             "observation": self._observation,
             "reward": result.reward,
             "done": self.over is not None,
-            "metrics": result.metrics,
+            "metrics": {name: value for name, value in result.metrics.items() if math.isfinite(value)},
         }
 
     async def settle(self) -> None:

@@ -28,6 +28,7 @@ class EnvReply:
     done: bool
     """Whether the env or `max_steps` ended the episode."""
     metrics: dict[str, float]
+    """Finite ones."""
 
 
 @dataclass(slots=True)

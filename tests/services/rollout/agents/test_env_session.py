@@ -1,0 +1,33 @@
+import math
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx
+
+from offbeat.services.chat.template import ChatTemplate
+from offbeat.services.gateway.app import build
+from offbeat.services.messages.types import Sampling
+from offbeat.services.rollout.agents.episode import HttpEnvSession
+from offbeat.services.rollout.config import AgentRunner, CustomEnv
+from offbeat.services.rollout.envs.runners import EnvTraits, StepResult
+from offbeat.services.rollout.episodes.episode import EpisodePlan
+from tests.fakes_rollout import train_episode
+from tests.services.gateway.templates import Scripted, session_of
+
+
+async def test_a_metric_that_is_not_finite_stays_out_of_the_reply_and_in_the_trajectory(plain: ChatTemplate):
+    async def step(action: str) -> StepResult:
+        return StepResult(action, 1.0, False, False, {"speed": math.inf, "height": 2.0})
+
+    env = CustomEnv(env_type="frozen_lake", agent_runner=AgentRunner(path="a:play"))
+    plan = EpisodePlan(train_episode(0), "Lake", 1, env, 512, Sampling(max_new_tokens=4), False, "w")
+    http_env = HttpEnvSession(cast(Any, SimpleNamespace(step=step)), plan, EnvTraits("", {}), "first")
+    session = session_of(Scripted(plain, []))
+    session.env = http_env
+    http_env.agent_task("http://gateway", plan, session)
+    transport = httpx.ASGITransport(app=build({session.key: session}))
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        headers = {"Authorization": f"Bearer {session.key}"}
+        response = await client.post("/env/step", json={"action": "on"}, headers=headers)
+    assert (response.status_code, response.json()["metrics"]) == (200, {"height": 2.0})
+    assert http_env.metrics({})["speed"] == math.inf
