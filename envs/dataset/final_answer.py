@@ -29,6 +29,8 @@ _RELATION = re.compile(
     r"=|\\approx(?![a-zA-Z])|\\equiv(?![a-zA-Z])|\\simeq(?![a-zA-Z])|\\cong(?![a-zA-Z])|\\in(?![a-zA-Z])|≈|≡"
 )
 _BRACKETS = re.compile(r"\\.|[()\[\]{}]", re.DOTALL)
+_SCIENTIFIC = re.compile(r"([+-]?(?:1|\d*\.\d+|\d+(?=[eE](?:\d|[+-]\d\d))))[eE]([+-]?\d+)")
+"""A number as programs write it, `2.5e-05`; not `2e-1`, which is 2 e - 1."""
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![a-zA-Z])")
 _HIDDEN = re.compile(
     r"\\(?:h|v|x|b)?(?:phantom|cancel|sout|overset|underset|stackrel|tag|label|color|textcolor|footnote|substack|not)(?![a-zA-Z])|(?<!\\)%."
@@ -71,6 +73,8 @@ def unwrap(text: str) -> str | None:
         text = re.sub(r"\\boxed\s*(?=\{)", "", text)
     text = _THOUSANDS.sub(lambda number: re.sub(r"\D", "", number[0]), text)
     text = _SPACE.sub(" ", text)
+    if number := _SCIENTIFIC.fullmatch(text):
+        text = rf"{number[1]} \times 10^{{{int(number[2])}}}"
     return None if _DOLLAR.search(text) or _BOX.search(text) else text
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import ClassVar, Literal, cast
 
+import numpy as np
 from pydantic import field_validator
 
 from offbeat.envs.dataset.env import (
@@ -65,9 +66,14 @@ def f1(prediction: str, gold: str) -> float:
     return 2 * same / (len(a) + len(b))
 
 
+def spellings(value: object) -> list[str]:
+    """Return the texts of a row's value: a float also as `5` for 5.0 and `0.00001` for 1e-05."""
+    return [str(value), np.format_float_positional(value, trim="-")] if isinstance(value, float) else [str(value)]
+
+
 def _texts(answer: object) -> list[str]:
     if isinstance(answer, dict):  # SQuAD: {"text": [...], "answer_start": [...]}
         answer = cast(dict[str, object], answer).get("text", [])
     if isinstance(answer, Sequence) and not isinstance(answer, str):
-        return [str(text) for text in cast(Sequence[object], answer)]
-    return [str(answer)]
+        return [text for each in cast(Sequence[object], answer) for text in spellings(each)]
+    return spellings(answer)

@@ -1,7 +1,9 @@
 import re
+from collections.abc import Sequence
+from typing import cast
 
 from offbeat.envs.dataset.final_answer import last_boxed
-from offbeat.envs.dataset.qa import normalize
+from offbeat.envs.dataset.qa import normalize, spellings
 from offbeat.services.reward.function import require_truth
 from offbeat.services.reward.kinds.config import CrossThinkQAConfig
 from offbeat.services.reward.kinds.multiple_choice import read_letter
@@ -19,7 +21,8 @@ class CrossThinkQA:
 
     def __call__(self, sample: RewardSample) -> float:
         truth = require_truth(sample)
-        golds = [str(each) for each in truth] if isinstance(truth, list | tuple) else [str(truth)]
+        truths = cast(Sequence[object], truth) if isinstance(truth, list | tuple) else [truth]
+        golds = [text for each in truths for text in spellings(each)]
         answer = _answer(final_text(sample.response))
         if answer is None or not any(_is_same(answer, gold) for gold in golds):
             return 0.0

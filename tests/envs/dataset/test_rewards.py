@@ -77,6 +77,7 @@ HACKS = [
     ("101_2", r"\boxed{101_3}"),
     ("0.0000032", r"\boxed{0.0}"),
     (r"3.2 \times 10^{-6}", r"\boxed{0.000003}"),
+    ("2e-1", r"\boxed{0.2}"),
 ]
 HONEST = [
     ("12", "12"),
@@ -156,6 +157,10 @@ HONEST = [
     (r"1 \pm \sqrt{5}", r"1 + \sqrt{5}, 1 - \sqrt5"),
     (r"x \ge 2", r"[2, \infty)"),
     ("3, 5, 7", r"3, 5, \text{ and } 7"),
+    (2.5e-05, "0.000025"),
+    (1e-05, "1e-5"),
+    ("1e-5", "0.00001"),
+    ("2e-1", "2e - 1"),
 ]
 EXPENSIVE = [
     r"9^{9^{9}}",
@@ -198,7 +203,7 @@ def test_an_answer_that_is_not_one_correct_value_earns_nothing(gold: str, answer
 
 
 @pytest.mark.parametrize(("gold", "answer"), HONEST)
-def test_a_correct_value_earns_its_reward_in_any_usual_form(gold: str, answer: str, tmp_path: Path):
+def test_a_correct_value_earns_its_reward_in_any_usual_form(gold: Any, answer: str, tmp_path: Path):
     assert judge("math", gold, rf"so \boxed{{{answer}}}", tmp_path) == 1.0
 
 
@@ -307,6 +312,7 @@ def test_a_list_or_an_empty_answer_matches_no_text(gold: Any, answer: str, tmp_p
         ("1,000", "1000."),
         ("U.S.A.", "USA"),
         ("$3.50", "3.50"),
+        (5.0, "5"),
         (["Paris", "Paname"], "paname"),
         ({"text": ["Paris"], "answer_start": [3]}, "Paris"),
     ],

@@ -41,6 +41,12 @@ def test_one_of_several_truths_suffices():
     assert score("crossthink_qa", UNFORMATTED, ["luna", "Moon"]) == 1.0
 
 
+@pytest.mark.parametrize(("truth", "answer"), [(5.0, "5"), (5.0, "5.0"), (1e-05, "0.00001"), ([7.0, "x"], "7")])
+def test_a_number_of_a_float_column_is_right_in_its_usual_form(truth: object, answer: str):
+    assert score("crossthink_qa", f"<answer>{answer}</answer>", truth) == 1.0
+    assert score("crossthink_qa", f"<answer>{answer}1</answer>", truth) == 0.0
+
+
 def test_a_letter_is_compared_as_one():
     assert score("crossthink_qa", "<answer>(B) Paris</answer>", "b") == 1.0
     assert score("crossthink_qa", "<answer>A or B</answer>", "b") == 0.0
