@@ -1,7 +1,8 @@
 """Assistant tokens of a conversation, by the chat template.
 
 Generation tags mark them; without tags, an assistant's turn is what the template adds to the conversation with its
-generation prompt. Whitespace after the end-of-turn token is excluded.
+generation prompt; of a thought that the prompt opens and the answer lacks, nothing counts as the answer's beginning.
+Whitespace after the end-of-turn token is excluded.
 """
 
 import re
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 from jinja2 import TemplateError
 
-from offbeat.services.chat.template import load_chat_template
+from offbeat.services.chat.template import NAME, USER, load_chat_template
 from offbeat.services.chat.tokenizer import load_tokenizer
 from offbeat.services.chat.vision import ImageProcessor
 from offbeat.services.errors import RolloutError
@@ -147,7 +148,7 @@ class AssistantTokens:
         through = text if i == len(messages) - 1 else self._render(messages[: i + 1], tools)
         opened = self._render(messages[:i], tools) if i else ""
         before = self._render(messages[:i], tools, prompt=True) if i else ""
-        start = common_length(before, through)  # a generation prompt may open a thought, say
+        start = self._start(messages[:i], tools, before, through)
         # A template may close conversations, so that a rendered beginning has that text in place of the next turn
         unclosed = opened[: common_length(opened, before)]
         shared = common_length(text, through)
@@ -161,6 +162,25 @@ class AssistantTokens:
             return start, end + len(self._end_text)
         is_end = end >= 0 and not through[end + len(self._end_text) :].strip()
         return start, end + len(self._end_text) if is_end else len(through)
+
+    def _start(self, messages: Messages, tools: Sequence[Any], before: str, through: str) -> int:
+        """Return the start of the answer that `through` adds to `messages`; before: with the generation prompt."""
+        if messages and through.startswith(before):
+            return len(before)
+        header = self._header(messages, tools)
+        if messages:
+            # The answer's text may begin as the thought that the generation prompt opens
+            return min(common_length(before, through), common_length(before, header))
+        after_user = self._header([USER], tools)
+        added = after_user[common_length(self._render([USER], tools, prompt=True), after_user) :]
+        return common_length(header.removesuffix(added), through)
+
+    def _header(self, messages: Messages, tools: Sequence[Any]) -> str:
+        """Render what is before the text of an answer to `messages`."""
+        text = self._render([*messages, {"role": "assistant", "content": NAME}], tools)
+        if (end := text.rfind(NAME)) < 0:
+            raise ConversationError("the chat template leaves out the text of an answer")
+        return text[:end]
 
 
 def content_parts(message: dict[str, Any]) -> list[dict[str, Any]]:

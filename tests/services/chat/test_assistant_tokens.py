@@ -1,5 +1,6 @@
 """Which tokens of a conversation are the assistant's, by the templates of well-known models."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,12 @@ THINKING = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """As Qwen3's, thoughts of earlier turns are left out."""
+OPENED_THOUGHT = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{{ message['content'].split('</think>')[-1] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+"""As DeepSeek-R1's: the generation prompt opens a thought, and answers are shown without theirs."""
 
 DIALOGUE = [
     {"role": "user", "content": "Where is G ?"},
@@ -177,6 +184,39 @@ def test_a_template_that_changes_earlier_answers_learns_the_last_alone(tmp_path:
     with pytest.raises(ConversationError, match=r"set data\.train_on to last"):
         tokens.tokenize(DIALOGUE)
     assert texts(tokens, DIALOGUE, last_only=True) == ["<think>\n\n</think>\n\nRight<|im_end|>"]
+
+
+@pytest.mark.parametrize("answer", ["<answer>4</answer>", "<tool_call>4</tool_call>", "<think", "4", ""])
+def test_an_answer_that_begins_as_the_opened_thought_is_learned_whole(answer: str, tmp_path: Path):
+    tokens = load(tmp_path, OPENED_THOUGHT)
+    messages = [*DIALOGUE[:3], {"role": "assistant", "content": answer}]
+    assert texts(tokens, messages) == ["Down  of P.<|im_end|>", f"{answer}<|im_end|>"]
+
+
+def test_a_thought_that_the_generation_prompt_opens_is_no_answer(tmp_path: Path):
+    shown = OPENED_THOUGHT.replace(".split('</think>')[-1]", "")
+    messages = [DIALOGUE[0], {"role": "assistant", "content": "<think>\nDown</think>P"}]
+    assert texts(load(tmp_path, shown), messages) == ["Down</think>P<|im_end|>"]
+
+
+MORE_FAMILIES = {
+    **FAMILIES,
+    "mistral": (re.sub(r"{{ raise_exception.*?}}", "", MISTRAL), "<s>", "</s>", "</s>"),
+    "opened thought": (OPENED_THOUGHT, "<|im_start|>", "<|im_end|>", "<|im_end|>"),
+    "thinking": (THINKING, "<|im_start|>", "<|im_end|>", "<|im_end|>"),
+}
+"""Templates that take an assistant's message first."""
+
+
+@pytest.mark.parametrize("family", MORE_FAMILIES)
+def test_what_precedes_an_answer_without_a_question_is_not_learned(family: str, tmp_path: Path):
+    """Neither its header nor a default system message."""
+    template, bos, eos, end = MORE_FAMILIES[family]
+    tokens = load(tmp_path, template, bos=bos, eos=eos)
+    added = {"mistral": " ", "thinking": "<think>\n\n</think>\n\n"}.get(family, "")
+    assert texts(tokens, DIALOGUE[1:2]) == [f"{added}Down  of P.{end}"]
+    if family != "thinking":
+        assert texts(tokens, DIALOGUE[1:])[0] == f"{added}Down  of P.{end}"
 
 
 @pytest.mark.parametrize(
