@@ -255,11 +255,13 @@ class TrainCommand:
 
     def _write_report(self) -> None:
         """Write an unfinished run's report without episodes."""
+        if not self._mesh.owns_run:
+            return
         try:
             with connect(self._mesh.redis_url, patience_s=REPORT_PATIENCE_S) as redis:
                 counters = update_history(redis, self._config.exp_name, self._history)
             self._report.write(counters, ended_at=time.time())
-        except Exception:  # the run did not start, or its Redis is gone; the exit code is that of the run
+        except Exception:  # its Redis is gone; the exit code is that of the run
             logger.exception("report.json could not be written")
 
     def _show_resume_command(self) -> None:

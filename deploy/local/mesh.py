@@ -92,7 +92,7 @@ class LocalMesh:
         self._ray_temp_lock: int | None = None
         self._ray: RayHead | None = None
         self._launched = asyncio.Event()
-        self._owns_run = False
+        self.owns_run = False
         """False if another mesh has the run."""
         self._shared_memory: set[Path] = set()
         self.timings: dict[str, float] = {}
@@ -165,7 +165,7 @@ class LocalMesh:
         async with connect_async(self._redis_url) as async_redis:
             store = RunStore(async_redis, mesh=self._id)
             record, _ = await store.create(run_spec(config), takeover=self._server is not None)
-            self._owns_run = True
+            self.owns_run = True
         RedisMetrics(redis, config.exp_name, record.uid).append(command_started(self._started_at))
         # No process of this run is alive: its files in shared memory are leftovers of a killed command.
         await asyncio.to_thread(cleanup, config.exp_name, config.weights, self._folder)
@@ -230,7 +230,7 @@ class LocalMesh:
 
         On timeout of the rest it is left to `stop`.
         """
-        if self._redis is None or not self._owns_run:
+        if self._redis is None or not self.owns_run:
             return -1
         try:
             async with connect_async(self._redis_url, patience_s=1.0) as async_redis:
@@ -298,11 +298,14 @@ class LocalMesh:
         target = link.resolve()
         if link.is_symlink() and target.is_dir():
             link.unlink()
-            shutil.copytree(target, link, symlinks=True, ignore_dangling_symlinks=True, dirs_exist_ok=True)
+            try:
+                shutil.copytree(target, link, symlinks=True, ignore_dangling_symlinks=True, dirs_exist_ok=True)
+            except OSError as error:
+                logger.warning("not all of Ray's logs could be copied to %s: %s", link, error)
 
     def _write_outcome(self, outcome: RunState) -> None:
         redis_is_dead = self._server is not None and self._server.pid is None
-        if self._redis is None or not self._owns_run or redis_is_dead:
+        if self._redis is None or not self.owns_run or redis_is_dead:
             return
         changes = {"state": outcome.value, "ended_at": str(time.time())}
         try:

@@ -15,8 +15,11 @@ from rich.console import Console
 from offbeat.deploy.cli.run_view import open_view
 from offbeat.deploy.cli.train import TrainCommand, describe_stop, resume_command
 from offbeat.deploy.config.loader import load_run
+from offbeat.deploy.run_setup import run_spec
 from offbeat.services.control.run import RunState
+from offbeat.services.control.store import RunStore
 from offbeat.services.errors import MeshError
+from offbeat.services.redis.connection import connect_async
 from tests.deploy.cli.test_run_view import view
 from tests.paths import QUICKSTART
 from tests.waiting import wait_until_sync
@@ -99,10 +102,24 @@ async def test_a_resume_is_offered_only_where_it_can_help(
     assert ("Resume with: offbeat train again" in output.getvalue()) == offered
 
 
+async def test_a_refused_command_writes_no_report_of_the_run_that_has_its_name(redis_url: str, tmp_path: Path):
+    config = load_run(QUICKSTART, [f"output_dir={tmp_path}"])
+    async with connect_async(redis_url) as redis:
+        await RunStore(redis, mesh="theirs").create(run_spec(config))
+    command = TrainCommand(config, open_view("lake", Console(file=io.StringIO())), "")
+    mesh = FakeMesh()
+    mesh.redis_url = redis_url
+    command._mesh = mesh  # pyright: ignore[reportAttributeAccessIssue]
+    for mesh.owns_run in (False, True):
+        assert await command._end_failed(MeshError("run 'lake' is running: stop it first")) == 1
+        assert (tmp_path / "report.json").exists() == mesh.owns_run
+
+
 class FakeMesh:
     """A mesh that has stopped."""
 
     redis_url = "redis://127.0.0.1:1/0"
+    owns_run = False
 
     async def stop(self, outcome: RunState) -> None:
         assert outcome is RunState.FAILED
@@ -120,6 +137,7 @@ def record(text):
 
 class Mesh:
     redis_url = "redis://127.0.0.1:1/0"
+    owns_run = True
     async def stop_learner(self):
         record("stop_learner")
         return -1

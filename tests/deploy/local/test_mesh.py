@@ -1,4 +1,5 @@
 import asyncio
+import errno
 import json
 import os
 import time
@@ -58,7 +59,7 @@ async def test_a_learner_that_writes_its_checkpoint_is_waited_for(
         redis.set(alive_key(run_id), "1")
         redis.hset(RunKeys(run_id).record, "learner_doing", json.dumps({"stage": stage, "step": 3, "since": 0.0}))
         mesh = LocalMesh(config, started_at=time.time())
-        mesh._redis, mesh._redis_url, mesh._owns_run = redis, redis_url, True
+        mesh._redis, mesh._redis_url, mesh.owns_run = redis, redis_url, True
         stopping = asyncio.create_task(mesh.stop_learner())
         _, waiting = await asyncio.wait({stopping}, timeout=1.5)
         assert bool(waiting) is (stage != "train")
@@ -99,3 +100,21 @@ def test_a_store_of_weights_that_fails_leaves_the_rest_to_be_removed(
     assert read_endpoints(run) is None
     assert list(tmp_path.glob("offbeat-*")) == []
     assert "weights.url 'nowhere://bucket/x' cannot be used" in caplog.text
+
+
+def test_ray_logs_that_can_not_be_copied_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """A full disk does not take the run's end."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("offbeat.deploy.local.mesh.TEMP_ROOT", tmp_path)
+    mesh = LocalMesh(load_run(QUICKSTART, [f"output_dir={tmp_path}/run"]), started_at=time.time())
+    mesh._make_ray(1)
+    (tmp_path / "run" / "logs" / "ray").resolve().mkdir(parents=True)
+    monkeypatch.setattr("offbeat.deploy.local.mesh.shutil.copytree", fail)
+    mesh._copy_ray_logs()
+    assert "not all of Ray's logs could be copied" in caplog.text
+    mesh._remove_leftovers()
