@@ -67,7 +67,7 @@ def prepare_scores(
                     scores[row] = token_digest(group), encoded.blob
                 show(str(path), block[-1] + 1, source.num_rows)
             if ranks is None or ranks.rank == 0:
-                files.write(rows.start, scores)
+                files.write(rows, scores)
             if ranks is not None:
                 gather(ranks, b"")  # barrier: all ranks look for the same files next
             num_scored += len(scores)

@@ -1,6 +1,7 @@
 """Scores of a dataset's rows, in files beside it: `DATASET.scores/ROLE@DIGEST/`.
 
-Invariants: a file is written atomically; a row's scores are read only for the same tokens.
+Invariants: a file is written atomically and names how many rows it covers; a row's scores are read only for the same
+tokens.
 """
 
 import hashlib
@@ -17,6 +18,8 @@ from offbeat.services.messages.types import Group
 
 ROWS_PER_FILE = 256
 SUFFIX = ".safetensors"
+NUM_ROWS = "num_rows"
+"""Key of a file's metadata: rows that it covers, also those without scores."""
 DIGEST_BYTES = 16
 COMMAND = "offbeat distill prepare"
 
@@ -38,18 +41,18 @@ class ScoreFiles:
         self._open: dict[int, safe_open] = {}
 
     def missing_files(self, num_rows: int) -> list[range]:
-        """Return the rows of each missing file."""
+        """Return the rows of each file that is missing, or covers fewer since the dataset has grown."""
         starts = range(0, num_rows, ROWS_PER_FILE)
         rows = [range(start, min(start + ROWS_PER_FILE, num_rows)) for start in starts]
-        return [part for part in rows if not self._path(part.start).is_file()]
+        return [part for part in rows if self._count(part.start) < len(part)]
 
-    def write(self, first: int, scores: Mapping[int, tuple[bytes, bytes]]) -> None:
+    def write(self, rows: range, scores: Mapping[int, tuple[bytes, bytes]]) -> None:
         """Write a file. scores: row -> token digest and scores; rows without any are excluded from training."""
-        path = self._path(first)
+        path = self._path(rows.start)
         path.parent.mkdir(parents=True, exist_ok=True)
         staging = path.with_name(f".{path.name}.{os.getpid()}")
-        rows = {str(row): np.frombuffer(digest + blob, np.uint8) for row, (digest, blob) in scores.items()}
-        save_file(rows, staging)
+        arrays = {str(row): np.frombuffer(digest + blob, np.uint8) for row, (digest, blob) in scores.items()}
+        save_file(arrays, staging, metadata={NUM_ROWS: str(len(rows))})
         staging.replace(path)
 
     def read(self, row: int, digest: bytes) -> bytes:
@@ -71,6 +74,14 @@ class ScoreFiles:
                 f"remove the folder and run `{COMMAND} CONFIG`"
             )
         return stored[DIGEST_BYTES:]
+
+    def _count(self, first: int) -> int:
+        """Return how many rows a file covers; 0 without a readable file."""
+        try:
+            with safe_open(self._path(first), framework="numpy") as file:
+                return int((file.metadata() or {}).get(NUM_ROWS, 0))
+        except (OSError, SafetensorError):
+            return 0
 
     def _path(self, first: int) -> Path:
         return self.folder / f"rows-{first:08d}{SUFFIX}"

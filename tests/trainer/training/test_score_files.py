@@ -21,7 +21,7 @@ def test_files_are_missing_until_they_are_written(tmp_path: Path):
     files, num_rows = ScoreFiles(tmp_path / "rows.jsonl", "teacher.a@1"), ROWS_PER_FILE + 2
     assert files.missing_files(num_rows) == [range(ROWS_PER_FILE), range(ROWS_PER_FILE, num_rows)]
     digest = token_digest(GROUP)
-    files.write(0, {3: (digest, b"scores")})
+    files.write(range(ROWS_PER_FILE), {3: (digest, b"scores")})
     assert files.missing_files(num_rows) == [range(ROWS_PER_FILE, num_rows)]
     assert ScoreFiles(tmp_path / "rows.jsonl", "teacher.a@1").read(3, digest) == b"scores"
     for row in (4, ROWS_PER_FILE):
@@ -29,9 +29,30 @@ def test_files_are_missing_until_they_are_written(tmp_path: Path):
             files.read(row, digest)
 
 
+def test_the_last_file_of_a_dataset_that_has_grown_is_scored_again(tmp_path: Path):
+    files = ScoreFiles(tmp_path / "rows.jsonl", "teacher.a@1")
+    files.write(range(ROWS_PER_FILE), {})
+    files.write(range(ROWS_PER_FILE, ROWS_PER_FILE + 2), {ROWS_PER_FILE: (token_digest(GROUP), b"old")})
+    assert not files.missing_files(ROWS_PER_FILE + 2)
+    assert not files.missing_files(ROWS_PER_FILE + 1)
+    (grown,) = files.missing_files(ROWS_PER_FILE + 3)
+    assert grown == range(ROWS_PER_FILE, ROWS_PER_FILE + 3)
+    files.write(grown, {row: (token_digest(GROUP), b"new") for row in grown})
+    assert not files.missing_files(ROWS_PER_FILE + 3)
+    assert files.read(ROWS_PER_FILE + 2, token_digest(GROUP)) == b"new"
+
+
+def test_a_damaged_file_is_missing(tmp_path: Path):
+    files = ScoreFiles(tmp_path / "rows.jsonl", "teacher.a@1")
+    files.write(range(2), {0: (token_digest(GROUP), b"scores")})
+    (path,) = files.folder.iterdir()
+    path.write_bytes(path.read_bytes()[:-3])
+    assert files.missing_files(2) == [range(2)]
+
+
 def test_scores_of_other_tokens_are_refused(tmp_path: Path):
     files = ScoreFiles(tmp_path / "rows.jsonl", "teacher.a@1")
-    files.write(0, {0: (token_digest(GROUP), b"scores")})
+    files.write(range(1), {0: (token_digest(GROUP), b"scores")})
     for other in ([(2, 3, 0.0)], [(1, 3, 0.0)]):
         with pytest.raises(ControlError, match="row 1 was scored with other tokens"):
             files.read(0, token_digest(replace(GROUP, trajectories=(trajectory(0, other),))))
