@@ -1,5 +1,6 @@
 """`offbeat config`, and arguments of commands with a configuration."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
@@ -113,6 +114,7 @@ def config_validate(
 
 
 def _measure(address: str) -> "Cluster":
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # read by the import of Ray; as in `offbeat train`
     from offbeat.deploy.cluster.size import Cluster, NoClusterError
 
     try:

@@ -188,6 +188,7 @@ class LocalMesh:
         self._ray_temp_lock = _try_lock(self._ray_temp)
         infer, rollout = self._config.actor_infer, self._config.rollout
         cpus = infer.num_replicas * infer.cpus_per_replica + rollout.num_workers * rollout.cpus_per_worker + SPARE_CPUS
+        cpus += sum(reward.num_replicas * reward.cpus_per_replica for reward in self._config.rewards)
         settings = RaySettings(
             temp_dir=str(self._ray_temp),
             num_cpus=max(math.ceil(cpus), os.cpu_count() or 1),

@@ -47,6 +47,8 @@ ENVIRONMENT = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1.0",
     # Otherwise Ray starts a worker for each core, a CPU second each, of which a mesh uses a few
     "RAY_prestart_worker_first_driver": "0",
+    # Otherwise the workers of `uv run offbeat train` run in a copy of the current folder, with an environment of their own
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }
 
 

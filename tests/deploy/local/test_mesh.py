@@ -9,8 +9,8 @@ import pytest
 from redis import Redis
 
 from offbeat.deploy.components.learner_host import alive_key, learner_key
-from offbeat.deploy.config.loader import load_run
-from offbeat.deploy.local.mesh import LocalMesh
+from offbeat.deploy.config.loader import canonical_tree, compose_tree, load_run, validate_tree
+from offbeat.deploy.local.mesh import SPARE_CPUS, LocalMesh
 from offbeat.deploy.run_folder import Endpoints, read_endpoints, write_endpoints
 from offbeat.deploy.run_setup import run_spec
 from offbeat.services.control.run import RunExistsError, RunState
@@ -100,6 +100,22 @@ def test_a_store_of_weights_that_fails_leaves_the_rest_to_be_removed(
     assert read_endpoints(run) is None
     assert list(tmp_path.glob("offbeat-*")) == []
     assert "weights.url 'nowhere://bucket/x' cannot be used" in caplog.text
+
+
+def test_ray_has_the_cpus_that_all_parts_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Replicas of rewards, too, which would never be scheduled."""
+    monkeypatch.setattr("offbeat.deploy.local.mesh.TEMP_ROOT", tmp_path)
+    monkeypatch.setattr("offbeat.deploy.local.mesh.os.cpu_count", lambda: 1)
+    overrides = [f"output_dir={tmp_path}/run", "rollout.num_workers=1", "rollout.cpus_per_worker=0.25"]
+    config = validate_tree(canonical_tree(compose_tree(Path("rlvr"), overrides)))
+    (reward, *_) = config.rewards
+    config = config.model_copy(update={"rewards": (reward.model_copy(update={"num_replicas": 40}),)})
+    mesh = LocalMesh(config, started_at=time.time())
+    ray = mesh._make_ray(1)
+    infer = config.actor_infer
+    claimed = 40 * reward.cpus_per_replica + infer.num_replicas * infer.cpus_per_replica + 0.25
+    assert ray._settings.num_cpus >= claimed + SPARE_CPUS
+    mesh._remove_leftovers()
 
 
 def test_ray_logs_that_can_not_be_copied_are_left(

@@ -1,11 +1,14 @@
 """A start of Ray that timed out is cleaned up and retried."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
 
+from offbeat.deploy.local.ray_head import ENVIRONMENT
 from offbeat.deploy.local.ray_process import (
     MAX_STARTS,
     TIMEOUT_MESSAGE,
@@ -55,6 +58,23 @@ assert sys.modules["pandas"] is None
 assert "pyarrow" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], stdin=subprocess.DEVNULL, check=True, timeout=120)
+
+
+def test_workers_of_uv_run_have_the_environment_of_the_command(tmp_path: Path):
+    """Ray looks for `uv run` among the parents, and would start its workers by it, in a copy of the current folder."""
+    code = "from ray._private.worker import _maybe_modify_runtime_env as modify; print(modify(None, False))"
+    (tmp_path / "run").write_text(f"{sys.executable} -c '{code}'\ntrue\n")
+    done = subprocess.run(
+        ["uv", "run"],
+        executable="/bin/sh",
+        cwd=tmp_path,
+        env=os.environ | ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.stdout == "None\n", done.stderr
 
 
 def test_the_number_of_starts_is_bounded():
