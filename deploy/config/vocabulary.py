@@ -80,11 +80,16 @@ def _words_of_data(config: RunConfig) -> Iterator[str]:
 
 def _words_of_value(value: object) -> Iterator[str]:
     if isinstance(value, str):
-        yield from value.split()
+        yield from _split(value)
     elif isinstance(value, list):
         for message in cast(list[dict[str, object]], value):
             texts = [part.get("text") for part in content_parts(message)] or [message.get("content")]
-            yield from (word for text in texts for word in str(text or "").split())
+            yield from (word for text in texts for word in _split(str(text or "")))
+
+
+def _split(text: str) -> list[str]:
+    """Return the words without halves of surrogate pairs, which no tokenizer takes: their row is refused by itself."""
+    return text.encode(errors="ignore").decode().split()
 
 
 def _words_of_instance(env: CustomEnv) -> tuple[str, ...] | None:

@@ -73,7 +73,7 @@ class JsonLinesRows:
     def _parse(self, index: int, line: bytes) -> Row:
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RowError(f"{self.name(index)}: not JSON: {error}") from error
         if not isinstance(row, dict):
             raise RowError(f"{self.name(index)}: expected an object, got {type(row).__name__}")

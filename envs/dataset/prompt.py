@@ -104,7 +104,7 @@ def _parse_list(text: str) -> list[Any] | None:
     """Return the objects of a JSON list, if it is one."""
     try:
         parsed = cast(object, json.loads(text)) if text.lstrip().startswith("[") else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     items = cast(list[Any], parsed) if isinstance(parsed, list) else []
     return items if items and all(isinstance(each, dict) for each in items) else None
@@ -135,6 +135,10 @@ def _read_part(part: Mapping[str, Any], name: str) -> str | None:
 def _check_text(text: str, name: str) -> str:
     if ROW_IMAGE in text:
         raise PromptError(f"{name}: has U+FDD0, which is no character")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(f"{name}: has half of a surrogate pair, which is no character: {error}") from error
     return text
 
 

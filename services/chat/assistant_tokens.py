@@ -1,8 +1,8 @@
 """Assistant tokens of a conversation, by the chat template.
 
 Generation tags mark them; without tags, an assistant's turn is what the template adds to the conversation with its
-generation prompt; of a thought that the prompt opens and the answer lacks, nothing counts as the answer's beginning.
-Whitespace after the end-of-turn token is excluded.
+generation prompt. An answer that lacks the thought which the prompt opens starts where that thought would. Whitespace
+after the end-of-turn token is excluded.
 """
 
 import re
@@ -115,14 +115,16 @@ class AssistantTokens:
 
     def _render(self, messages: Messages, tools: Sequence[Any], *, prompt: bool = False) -> str:
         try:
-            return cast(
+            text = cast(
                 str,
                 self._tokenizer.apply_chat_template(
                     list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt
                 ),
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            text.encode()  # raises for half of a surrogate pair, which no tokenizer takes
+        except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
             raise ConversationError(f"the chat template can't render these messages: {error}") from error
+        return text
 
     def _tagged_spans(
         self, messages: Messages, tools: Sequence[Any], chosen: Sequence[int]

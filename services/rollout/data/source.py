@@ -5,7 +5,7 @@ turn, carries the version of its admission and no logprob.
 """
 
 import json
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -134,7 +134,8 @@ class DataSource:
         value: Any = row.get(self._config.margin_key) if self._pipeline == REWARD_MODEL else None
         if value is None:
             return {}
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not abs(value) <= sys.float_info.max:
             raise ConversationError(f"{self._config.margin_key}: expected a finite number, got {value!r}")
         return {MARGIN: float(value)}
 
@@ -278,7 +279,7 @@ def _read_tools(value: Any) -> list[Any]:
         return []
     try:
         tools = json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConversationError(f"tools: not JSON: {error}") from error
     if not isinstance(tools, Sequence):
         raise ConversationError(f"tools: expected a list of JSON schemas, got {type(tools).__name__}")

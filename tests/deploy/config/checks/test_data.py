@@ -291,6 +291,7 @@ ANSWERED = {"role": "assistant", "content": "Down"}
             "rows.jsonl:1: response: expected a text or a list of messages, got nothing",
         ),
         (json.dumps({"messages": [ASKED]}), "rows.jsonl:1: there is no assistant turn to learn"),
+        ('{"prompt": "a", "response": "cut \\ud83d"}\n', "surrogates not allowed"),
     ],
 )
 def test_a_wrong_file_is_reported_with_its_line(text: str, problem: str, tmp_path: Path):
@@ -335,13 +336,13 @@ def test_a_model_without_a_usable_template_is_the_models_problem(template: str |
     assert problem in refused(tmp_path, "sft", f"pretrain={tmp_path / 'model'}")["pretrain"]
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "actor_infer.num_replicas=2",
-        "actor_infer.generating_args.temperature=0.5",
-        "train_env_manager.generating_args.temperature=0.5",
-    ],
-)
-def test_engines_that_do_not_exist_have_no_settings(override: str, tmp_path: Path):
-    assert "samples nothing" in refused(tmp_path, "sft", override)[override.partition("=")[0]]
+def test_engines_that_do_not_exist_have_no_settings(tmp_path: Path):
+    assert "samples nothing" in refused(tmp_path, "sft", "actor_infer.num_replicas=2")["actor_infer.num_replicas"]
+
+
+@pytest.mark.parametrize("key", ["actor_infer", "train_env_manager"])
+@pytest.mark.parametrize("envs", [(), ("custom_envs={lake: {env_type: frozen_lake}}",)])
+def test_rows_that_are_not_sampled_have_no_temperature(key: str, envs: tuple[str, ...], tmp_path: Path):
+    """It would scale the logits of their loss."""
+    path = f"{key}.generating_args.temperature"
+    assert "samples no rows" in refused(tmp_path, "sft", f"{path}=0.5", *envs)[path]

@@ -81,10 +81,28 @@ def test_a_tag_without_rows_is_refused(tmp_path: Path):
         source(tmp_path, tag_included={"code": ("golf",)})
 
 
-def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [
+        ("3", "prompt: expected a text"),
+        ('"cut \\ud83d"', "prompt: has half of a surrogate pair"),
+        (
+            json.dumps(json.dumps([{"role": "user", "content": "cut \ud83d"}])),
+            r"prompt\[0\]: has half of a surrogate pair",
+        ),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, prompt: str, problem: str):
     path = tmp_path / "bad.jsonl"
-    path.write_text('{"prompt": "p"}\n\n{"prompt": 3}\n')
+    path.write_text(f'{{"prompt": "p"}}\n\n{{"prompt": {prompt}}}\n')
     prompts = PromptSource(DataConfig(dataset_name=path), ("math",), ("math",), seed=7)
-    with pytest.raises(EpisodeError, match=r"bad.jsonl:3: prompt: expected a text") as caught:
+    with pytest.raises(EpisodeError, match=rf"bad.jsonl:3: {problem}") as caught:
         prompts.prompt(EpisodeKind.TRAIN, 1)
     assert caught.value.reason == "bad_row"
+
+
+def test_a_prompt_that_only_begins_as_json_is_a_text(tmp_path: Path):
+    path, text = tmp_path / "rows.jsonl", "[" * 3000
+    path.write_text(json.dumps({"prompt": text}))
+    prompts = PromptSource(DataConfig(dataset_name=path), ("math",), ("math",), seed=7)
+    assert prompts.prompt(EpisodeKind.TRAIN, 0).turns == (text,)

@@ -19,14 +19,18 @@ def test_each_epoch_traverses_every_row_once_in_another_order():
 def test_lines_are_named_by_file_and_number(tmp_path: Path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n\n{"a": "ü"}\nnot json\n[1]\n', encoding="utf-8")
+    with path.open("a") as file:
+        file.write(f'{{"a": {"[" * 100_000}\n')
     rows = open_rows(path)
-    assert (len(rows), rows.columns) == (4, ("a",))
+    assert (len(rows), rows.columns) == (5, ("a",))
     assert rows[1] == {"a": "ü"}
     assert rows.name(1) == f"{path}:3"
     with pytest.raises(RowError, match=r"rows.jsonl:4: not JSON"):
         rows[2]
     with pytest.raises(RowError, match=r"rows.jsonl:5: expected an object, got list"):
         rows[3]
+    with pytest.raises(RowError, match=r"rows.jsonl:6: not JSON: maximum recursion depth"):
+        rows[4]
     scanned = rows.scan(("a",))
     assert [next(scanned), next(scanned)] == [{"a": 1}, {"a": "ü"}]
     with pytest.raises(RowError, match=r"rows.jsonl:4: not JSON"):

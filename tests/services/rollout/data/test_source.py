@@ -164,12 +164,23 @@ def test_a_long_row_is_left_unlearned_or_cut(policy: Path):
         ({"messages": [{"content": "x"}]}, r"messages\[0\]: expected an object with role and content"),
         ({"messages": [SAY, {"role": "assistant"}]}, r"messages\[1\]: a message needs content or tool_calls"),
         ({"messages": [SAY, ANSWER], "tools": "{"}, "tools: not JSON"),
+        ({"messages": [SAY, ANSWER], "tools": "[" * 3000}, "tools: not JSON: maximum recursion depth"),
+        ({"messages": [SAY, ANSWER | {"content": "cut \ud83d"}]}, "surrogates not allowed"),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(policy: Path, row: Any, problem: str):
     rows = source(policy, [{"messages": [SAY, ANSWER]}, row])
     with pytest.raises(EpisodeError, match=rf"bad_row: .*rows.jsonl:2: .*{problem}"):
         rows.trajectory(1, 0, 0)
+
+
+@pytest.mark.parametrize("margin", [10**400, float("inf"), float("nan"), True, "1"], ids=lambda margin: str(margin)[:5])
+def test_a_margin_is_a_finite_number(policy: Path, margin: Any):
+    pair = {"prompt": "go", "chosen": "Left", "rejected": "Right"}
+    assert source(policy, [pair | {"margin": 2}], "reward_model").trajectory(0, 0, 0).metrics == {"margin": 2.0}
+    rows = source(policy, [pair | {"margin": margin}], "reward_model")
+    with pytest.raises(EpisodeError, match=r"rows.jsonl:1: margin: expected a finite number"):
+        rows.trajectory(0, 0, 0)
 
 
 @pytest.mark.parametrize(
