@@ -76,8 +76,8 @@ def apo_down(pairs: PairLogprobs, terms: PreferenceTerms) -> Tensor:
 
 
 def _log_complement(logprobs: Tensor) -> Tensor:
-    """Return log(1 - exp(logprobs)) of negative logprobs."""
-    return torch.log(-torch.expm1(logprobs))
+    """Return log(1 - exp(logprobs)), with logprobs at most -eps: at 0 it is infinite, and its gradient NaN."""
+    return torch.log(-torch.expm1(logprobs.clamp(max=-torch.finfo(logprobs.dtype).eps)))
 
 
 PREFERENCE_LOSSES: dict[str, Callable[[PairLogprobs, PreferenceTerms], Tensor]] = {

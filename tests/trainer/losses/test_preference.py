@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from offbeat.services.telemetry import merge_all
+from offbeat.trainer.algorithms.preference import PairLogprobs, PreferenceTerms, orpo
 from offbeat.trainer.config.preference import PreferenceConfig
 from offbeat.trainer.data.batch import MicroBatch, group_minibatches, pack, sequences_by_group
 from offbeat.trainer.data.prefix_trees import whole_group_microbatches
@@ -120,6 +121,21 @@ def test_a_preference_loss_and_its_gradient_equal_a_plain_loop(name: str):
         moved = [[v + (step if j == i else 0.0) for j, v in enumerate(values)] for step in (1e-6, -1e-6)]
         ends = [plain_loss(each, others, config, formula) for each in moved]
         assert float(logprobs.grad[i]) == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_orpo_has_finite_gradients_of_probabilities_that_round_to_one(dtype: torch.dtype):
+    chosen = torch.tensor([0.0, -1.0, 0.0, -0.5], dtype=dtype, requires_grad=True)
+    rejected = torch.tensor([-1.0, 0.0, 0.0, -0.7], dtype=dtype, requires_grad=True)
+    reference = torch.zeros(4, dtype=dtype)
+    losses = orpo(PairLogprobs(chosen, rejected, reference, reference), PreferenceTerms(beta=0.1))
+    losses.sum().backward()
+    assert losses.isfinite().all()
+    assert chosen.grad is not None
+    assert rejected.grad is not None
+    assert chosen.grad.isfinite().all()
+    assert rejected.grad.isfinite().all()
+    assert losses[0] < 1e-6, "the chosen response can't become more likely"
 
 
 def test_the_sft_term_is_the_chosen_responses_likelihood():
