@@ -87,6 +87,7 @@ def buffer_limits(config: LearnerRunConfig) -> BufferLimits:
         worker_timeout_s=config.buffer.worker_timeout_s,
         stale_policy=config.buffer.stale_policy,
         baselines=config.num_baselines,
+        temperature=None if config.reads_data else config.temperature,
     )
 
 

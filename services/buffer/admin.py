@@ -37,7 +37,7 @@ def configure_buffer(redis: Redis, run_id: str, limits: BufferLimits, uid: str =
 
 
 def limit_fields(limits: BufferLimits) -> list[str | int | float]:
-    return [part for item in asdict(limits).items() for part in item]
+    return [part for name, value in asdict(limits).items() if value is not None for part in (name, value)]
 
 
 def release_all_workers(redis: Redis, run_id: str) -> int:

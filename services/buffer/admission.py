@@ -21,7 +21,7 @@ def count_admissible(limits: BufferLimits, step: int | None, counts: GroupCounts
     """Return how many groups may start, and their limit. step: of the newest weights; None before the first."""
     if step is None:
         return 0, Admission.NO_WEIGHTS
-    lookahead = math.ceil((step + limits.max_staleness + 1) * limits.groups_per_step)
+    lookahead = math.ceil((step + limits.max_staleness + 1) * limits.groups_per_step - 1e-6)
     rooms = (
         (limits.total_groups - counts.standing, Admission.ALL_ADMITTED),
         (lookahead - counts.standing, Admission.STALENESS_BOUND),

@@ -44,6 +44,8 @@ class BufferLimits:
     """`drop`: groups that no step can consume within the bound are `expired`."""
     baselines: int = 0
     """Greedy episodes per group."""
+    temperature: float | None = None
+    """Sampling temperature that new groups carry, until a change sets another; None for rows."""
 
 
 class ClaimLimits(NamedTuple):

@@ -45,7 +45,7 @@ def group_id_of(run_id: str, number: int) -> str:
 def build_group(
     run_id: str, number: int, entry_id: bytes, version: int, temperature: bytes, trajectories: Sequence[Trajectory]
 ) -> Group:
-    """Build a complete group from its stream entry. version: at admission; temperature: empty unless changed."""
+    """Build a complete group from its stream entry. version: at admission; temperature: of its sampling; empty for rows."""
     first = trajectories[0]
     return Group(
         entry_id.decode(),

@@ -124,7 +124,7 @@ class EpisodePlayer:
             return trajectory
         if not is_sampled(task.number, settings.seed, settings.sampled_share):
             return mark_given(trajectory)
-        sampling = self._samplings[task.sampling_name]
+        sampling = self._sampling(task)
         with self._sampler(task, sampling, continues=False) as sampler:
             return await sample_response(
                 trajectory,
@@ -132,6 +132,10 @@ class EpisodePlayer:
                 max_new_tokens=sampling.max_new_tokens,
                 max_tokens=settings.sequence_length,
             )
+
+    def _sampling(self, task: EpisodeTask) -> Sampling:
+        sampling = self._samplings[task.sampling_name]
+        return sampling if task.temperature is None else replace(sampling, temperature=task.temperature)
 
     def _sampler(self, task: EpisodeTask, sampling: Sampling, *, continues: bool) -> EpisodeSampler:
         return EpisodeSampler(
@@ -169,9 +173,7 @@ class EpisodePlayer:
 
     async def _play_in(self, leased: LeasedEnv, task: EpisodeTask, env_task: Task, waiting: Waiting) -> Trajectory:
         settings, prompts = self._settings, self._prompts
-        sampling = self._samplings[task.sampling_name]
-        if task.temperature is not None:
-            sampling = replace(sampling, temperature=task.temperature)
+        sampling = self._sampling(task)
         plan = EpisodePlan(
             task=task,
             tag=env_task.tag,

@@ -19,6 +19,7 @@ from offbeat.services.errors import RetryableError
 from offbeat.services.messages.types import Group
 from offbeat.services.telemetry import MetricRecord, MetricsSink, Partial
 from offbeat.trainer.config.scored_roles import ScoredRole
+from offbeat.trainer.data.batch import drop_temperature
 from offbeat.trainer.data.reward_shaping import shape_rewards
 from offbeat.trainer.data.selection import carries_signal
 from offbeat.trainer.engines.prompt_model import OpenPromptEngine
@@ -105,9 +106,9 @@ class Scorer:
         if group is None or not self._is_needed(group):
             self._queue.refuse(claimed.number, claimed.problem or UNNEEDED)
             return
-        began = time.monotonic()
+        began, config = time.monotonic(), self._run.config
         try:
-            (scores,) = scorer.encode([group])
+            (scores,) = scorer.encode([drop_temperature(group, config.temperature, is_row=config.reads_data)])
         except ValueError as error:  # a malformed group, which the learner drops, too
             self._queue.refuse(claimed.number, str(error))
             return

@@ -123,8 +123,7 @@ def check_data(config: RunConfig) -> Iterator[ConfigIssue]:
     if config.reference.strategy_args.placement == "service":
         message = f"{pipeline} scores its rows beside the policy, not in a service: leave it out"
         yield ConfigIssue("reference.strategy_args.placement", message)
-    if not config.uses_engine:
-        yield from _check_engine_settings(config, unset)
+    yield from _check_engine_settings(config, unset)
     reference = config.reference.model_dump(exclude_defaults=True)
     if reference and not config.needs_reference and not precomputed:
         yield ConfigIssue("reference", f"has no effect with {pipeline} and no reference: leave it out")
@@ -149,17 +148,13 @@ def _check_reward_model(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def _check_engine_settings(config: RunConfig, unset: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield live settings of absent engines."""
-    for key, value, default in (
-        ("actor_infer.num_replicas", config.actor_infer.num_replicas, unset.actor_infer.num_replicas),
-        (
-            sampling_key(config, "temperature"),
-            config.actor_infer.generating_args.temperature,
-            unset.actor_infer.generating_args.temperature,
-        ),
-    ):
-        if value != default:
-            yield ConfigIssue(key, f"pipeline: {config.pipeline} samples nothing without custom_envs: leave it out")
+    """Yield live settings of absent engines, and of rows that are not sampled."""
+    infer, unset_infer, pipeline = config.actor_infer, unset.actor_infer, f"pipeline: {config.pipeline}"
+    if not config.uses_engine and infer.num_replicas != unset_infer.num_replicas:
+        yield ConfigIssue("actor_infer.num_replicas", f"{pipeline} samples nothing without custom_envs: leave it out")
+    if not config.sampled_share and infer.generating_args.temperature != unset_infer.generating_args.temperature:
+        message = f"{pipeline} samples no rows, and evaluations have a temperature of their own: leave it out"
+        yield ConfigIssue(sampling_key(config, "temperature"), message)
 
 
 def _check_distillation(config: RunConfig) -> Iterator[ConfigIssue]:

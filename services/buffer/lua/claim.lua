@@ -55,7 +55,9 @@ local function admit(limits, most, step)
   local unit, baselines = 't:' .. number, limits.baselines or 0
   local members = limits.group_size + limits.redundancy + baselines
   local taken, settings = math.min(members, most - #reply), {'train', limits.temperature, members, baselines}
-  local fields, queued = {}, {}
+  local fields = {'size', limits.group_size + baselines, 'members', members, 'baselines', baselines, 'greedy', 0,
+    'done', 0, 'failed', 0, 'version', step, 'sampling', 'train'}
+  local queued = {}
   for index = 0, members - 1 do
     if index < taken then
       hand_out(unit, index, '0', step, settings)
@@ -67,10 +69,9 @@ local function admit(limits, most, step)
   end
   if limits.temperature then fields[#fields + 1], fields[#fields + 2] = 'temperature', limits.temperature end
   redis.call('HINCRBY', LEDGER, 'admitted', 1)
-  redis.call('HSET', meta_key(unit), 'size', limits.group_size + baselines, 'members', members, 'baselines', baselines,
-    'greedy', 0, 'done', 0, 'failed', 0, 'version', step, 'sampling', 'train', unpack(fields))
+  call_in_parts(fields, 'HSET', meta_key(unit))
   redis.call('ZADD', ASSEMBLING, step, number)
-  if #queued > 0 then redis.call('RPUSH', QUEUE_TRAIN, unpack(queued)) end
+  call_in_parts(queued, 'RPUSH', QUEUE_TRAIN)
   record(number, 'admitted', step)
 end
 

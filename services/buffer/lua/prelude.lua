@@ -6,7 +6,7 @@
 --       owner and for readers; the headers of the scripts count the others. Errors: RECONCILE, FOREIGN.
 --
 -- Keys made from the root:
---   limits            hash    what `configure` wrote, `paused`, and `temperature` once a change has set it
+--   limits            hash    what `configure` wrote and changes have set, and `paused`
 --   ledger            hash    admitted, submitted, trained, dropped, failed, dropped:<reason>, failed:<reason>, next, events
 --   assembling        zset    number of each group being played -> version at its admission
 --   stream            stream  complete groups (n number, v version at admission, t temperature), consumer group `learner`

@@ -5,6 +5,9 @@ import json
 import pytest
 from redis import Redis
 
+from offbeat.services.buffer.admin import configure_buffer
+from offbeat.services.buffer.admission import GroupCounts, count_admissible
+from offbeat.services.buffer.scripts import BufferKeys
 from offbeat.services.errors import FencedError
 from offbeat.services.keys import RunKeys
 from offbeat.services.live_settings import (
@@ -14,7 +17,7 @@ from offbeat.services.live_settings import (
     settings_now,
 )
 from tests.copying import replace
-from tests.services.buffer.buffer_play import RUN, Run, publish
+from tests.services.buffer.buffer_play import RUN, Run, limits, publish
 
 BASE = Settings(
     num_workers=1, num_replicas=1, learning_rate=1e-3, temperature=1.0, max_staleness=1.0, num_env_groups=24
@@ -67,6 +70,36 @@ async def test_a_group_shows_the_learner_what_it_was_sampled_at(run: Run, redis:
     await run.complete_groups(1)
     taken = [run.learner.take(0), run.learner.take(0)]
     assert [group.temperature for group in taken if group] == [None, 0.25]
+
+
+async def test_a_group_keeps_its_temperature_when_the_run_is_resumed_with_another(run: Run, redis: Redis):
+    configure_buffer(redis, RUN, limits(temperature=1.0))
+    await run.complete_groups(1)
+    (playing, *_) = await run.buffer.claim("w", 1)
+    configure_buffer(redis, RUN, limits(temperature=0.7))
+    rest = await run.buffer.claim("w", 3)
+    assert (playing.temperature, [task.temperature for task in rest]) == (1.0, [1.0, 0.7, 0.7])
+    group = run.learner.take(0)
+    assert group is not None
+    assert group.temperature == 1.0
+
+
+async def test_groups_of_any_size_are_admitted_whole(run: Run, redis: Redis):
+    """Lua unpacks some 8,000 values at most."""
+    redis.delete(BufferKeys(RUN).limits)
+    configure_buffer(redis, RUN, limits(group_size=9_000))
+    assert len(await run.buffer.claim("w", 2_100)) == 2_100
+    assert redis.llen(f"{BufferKeys(RUN).root}:queue:t") == 6_900
+
+
+async def test_a_fraction_of_a_version_is_as_many_groups(run: Run, redis: Redis):
+    """12 * (1 + 2 / 12 + 1) is a little more than 26 in floats."""
+    redis.delete(BufferKeys(RUN).limits)
+    bound = limits(group_size=1, groups_per_step=12, max_staleness=2 / 12, max_groups_in_flight=100)
+    configure_buffer(redis, RUN, bound)
+    publish(redis, 1)
+    assert len(await run.buffer.claim("w", 100)) == 26
+    assert count_admissible(bound, 1, GroupCounts(standing=0, playing=0))[0] == 26
 
 
 async def test_fractional_staleness_admits_part_of_a_batch_a_version_later(run: Run, redis: Redis):
