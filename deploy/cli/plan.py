@@ -120,7 +120,7 @@ class _Options:
         """Return measures, options first; raises `PlanError`, `ValueError`."""
         from offbeat.deploy.plan.distributions import ValueDistribution
         from offbeat.deploy.plan.measurements import PlanError
-        from offbeat.deploy.plan.workload import AssumedWorkload, Measures, TurnTimes
+        from offbeat.deploy.plan.workload import AssumedWorkload, Measures, RetimedWorkload, TurnTimes
 
         given = {
             "--env-latency": self.env_latency,
@@ -144,8 +144,13 @@ class _Options:
             tokens=float(config.sequence_length),
         )
         if self.env_latency is not None:
-            turns = ValueDistribution.parse(self.turns or str(max_turns))
-            base = replace(base, workload=AssumedWorkload(turns, ValueDistribution.parse(self.env_latency)))
+            env_s, turns = (
+                ValueDistribution.parse(self.env_latency),
+                ValueDistribution.parse(self.turns or str(max_turns)),
+            )
+            is_timed_anew = measured is not None and self.turns is None
+            workload = RetimedWorkload(base.workload, env_s) if is_timed_anew else AssumedWorkload(turns, env_s)
+            base = replace(base, workload=workload)
         if self.turn_latency is not None:
             base = replace(base, turn_s=TurnTimes.parse(self.turn_latency))
         if self.train_s is not None:

@@ -72,6 +72,19 @@ class MeasuredWorkload:
 
 
 @dataclass(frozen=True, slots=True)
+class RetimedWorkload:
+    """Episodes of another workload, with other times of the env."""
+
+    episodes: Workload
+    env_s: ValueDistribution
+    """Of a turn."""
+
+    def draw_group(self, rng: np.random.Generator, members: int) -> list[PlannedEpisode]:
+        turns = [episode.turns for episode in self.episodes.draw_group(rng, members)]
+        return [PlannedEpisode(count, float(self.env_s.draw(rng, count).sum())) for count in turns]
+
+
+@dataclass(frozen=True, slots=True)
 class TurnTimes:
     """Seconds of a sampled turn by turns in generation at one replica: linear between points, the last slope beyond."""
 

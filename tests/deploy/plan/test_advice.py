@@ -1,11 +1,14 @@
 """`offbeat runs why --plan`, by the folder of a run that the real writers wrote."""
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis as AsyncRedis
+from typer.testing import CliRunner
 
+from offbeat.deploy.cli.app import app
 from offbeat.deploy.cluster import ray_run_factory
 from offbeat.deploy.cluster.ray_run_factory import RayRunFactory
 from offbeat.deploy.config.loader import read_run
@@ -44,6 +47,22 @@ def test_live_settings_are_those_that_are_simulated(folder: Path):
     """With a group in play at a time, more of them help."""
     settings = replace(read_run(folder / "config.yaml").settings, num_env_groups=1, max_staleness=4.0)
     assert "train_env_manager.num_env_groups=2 would help most" in advise(folder, settings)
+
+
+def test_another_latency_keeps_the_turns_that_were_measured(folder: Path):
+    rates: list[float] = []
+    for max_steps in (8, 200):
+        words = [
+            "plan",
+            str(folder / "config.yaml"),
+            f"custom_envs.FrozenLake.max_steps={max_steps}",
+            "--from",
+            str(folder),
+        ]
+        answer = CliRunner().invoke(app, [*words, "--env-latency", "1", "--episodes", "400", "--json"])
+        assert answer.exit_code == 0, answer.output
+        rates.append(json.loads(answer.stdout)["configured"]["estimate"]["trajectories_per_s"])
+    assert rates[0] == pytest.approx(rates[1], rel=0.1)
 
 
 def test_a_folder_on_another_machine_has_no_plan(tmp_path: Path, folder: Path):

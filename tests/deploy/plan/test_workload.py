@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from offbeat.deploy.plan.distributions import ValueDistribution
-from offbeat.deploy.plan.workload import MeasuredWorkload, PlannedEpisode, TurnTimes
+from offbeat.deploy.plan.workload import MeasuredWorkload, PlannedEpisode, RetimedWorkload, TurnTimes
 
 
 @pytest.mark.parametrize(
@@ -80,3 +80,10 @@ def test_one_more_member_than_recorded_ends_groups_of_a_heavy_tail_as_soon_as_it
     expected = np.sort(rng.lognormal(0.0, 1.8, (20_000, 9)), axis=1)[:, 7]
     slowest = np.array(times).reshape(-1, 32).max(1).mean(), expected.reshape(-1, 32).max(1).mean()
     assert slowest[0] == pytest.approx(slowest[1], rel=0.15)
+
+
+def test_measured_episodes_keep_their_turns_with_other_times_of_the_env():
+    measured = MeasuredWorkload([[PlannedEpisode(3, 9.0), PlannedEpisode(1, 7.0)]])
+    retimed = RetimedWorkload(measured, ValueDistribution.parse("0.5"))
+    drawn = retimed.draw_group(np.random.default_rng(0), 2)
+    assert sorted(drawn) == [PlannedEpisode(1, 0.5), PlannedEpisode(3, 1.5)]
