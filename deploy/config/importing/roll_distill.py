@@ -56,6 +56,7 @@ DISTILL: tuple[tuple[str, Rule], ...] = (
 def distill_defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
     """Yield ROLL's key, ours and ROLL's default, if it differs."""
     yield "", "pipeline", "distill"
+    yield "", "data.too_long", "truncate"
     yield batch_default(tree, 1)
     if get(tree, "logits_topk") != 0:
         yield "", "distill.add_tail", False  # both distributions are over the most probable tokens

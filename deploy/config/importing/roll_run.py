@@ -18,6 +18,9 @@ from offbeat.deploy.config.importing.rules import (
     same,
 )
 
+ALL_CHECKPOINTS = 1_000_000
+"""What ROLL's default of `max_ckpt_to_keep`, 0, means."""
+
 
 def _name(key: Key) -> Outcome | None:
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", str(key.value)).lstrip("_.-")[:64]
@@ -148,7 +151,7 @@ RUN: tuple[tuple[str, Rule], ...] = (
     ("profiler_timeline|profiler_memory|profiler_output_dir|otlp_output_dir", missing("see docs/performance.md for traces")),
     ("is_offload_states|is_offload_optimizer_states_in_train_step", missing("learner and engines work at the same time")),
     ("model_download_type|model_update_buffer_size_mb|base_dir", missing("see docs/configuration.md")),
-    ("max_ckpt_to_keep", become("max_ckpt_to_keep", lambda _: 1_000_000, "all", 0)),
+    ("max_ckpt_to_keep", become("max_ckpt_to_keep", lambda _: ALL_CHECKPOINTS, "all", 0)),
     ("track_with", _tracker),
     ("tracker_kwargs.**", _tracker_argument),
     ("generate_opt_level|max_running_requests|router_args.**", missing("requests are routed by Ray Serve")),
@@ -207,6 +210,7 @@ def defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
     if "actor_train" not in tree and "actor_infer" not in tree:
         return
     yield "save_steps", "save_steps", 50
+    yield "max_ckpt_to_keep", "max_ckpt_to_keep", ALL_CHECKPOINTS
     args = "actor_train.training_args"
     yield f"{args}.learning_rate", f"{args}.learning_rate", 5e-5
     yield f"{args}.lr_scheduler_type", f"{args}.lr_scheduler_type", "linear"

@@ -26,8 +26,10 @@ from offbeat.deploy.config.yaml_limits import load_yaml
 from offbeat.trainer.config.issue import ConfigIssue
 
 NUM_GENERATIONS = {"grpo": 8, "rloo": 2}
-COMPLETION, PROMPT = 512, 512
-"""TRL's defaults of lengths, in tokens."""
+COMPLETION = 512
+"""TRL's default of `max_completion_length`, in tokens."""
+PROMPT = 512
+"""Tokens for a prompt, of which TRL's default has no limit."""
 LEARNING_RATES = {"sft": 2e-5, "reward": 1e-4}
 LEARNING_RATE = 1e-6
 """Of other commands."""
@@ -43,6 +45,10 @@ ALL_TOKENS = (
 )
 MAX_LENGTH = "max_length"
 UNCUT = "TRL cuts no row: set sequence_length to the length of your longest one"
+UNCUT_PROMPTS = (
+    f"TRL has no limit on prompts; sequence_length leaves {PROMPT} tokens for them, and longer ones are left out: set it "
+    "to your longest prompt plus max_completion_length"
+)
 KL_BEFORE_BASELINE = (
     "TRL's RLOO compares rewards less beta times their KL; here rewards are compared, and each token's KL is "
     "subtracted then"
@@ -81,6 +87,8 @@ def _remarks(source: Tree) -> Iterator[str]:
         yield f"read as a file of `trl {command.name}`, {command.why}{also}; another command's: --command"
     if command.name == "sft" and not source.get("assistant_only_loss"):
         yield ALL_TOKENS
+    if find_pipeline(source) == "rlvr" and source.get("max_prompt_length") is None:
+        yield UNCUT_PROMPTS
     if command.name == "rloo" and source.get("beta", RLOO_KL):
         yield KL_BEFORE_BASELINE
 

@@ -124,6 +124,8 @@ def test_without_a_counterpart_a_key_is_listed_in_the_report_and_the_file(tmp_pa
         ("{use_kl_loss: true, kl_loss_coef: 0.0}", "zero_variance", None),
         ("{use_kl_loss: false, entropy_loss_coef: 0}", "zero_variance", None),
         ("max_ckpt_to_keep: 0", "max_ckpt_to_keep", 1_000_000),
+        ("{}", "max_ckpt_to_keep", 1_000_000),
+        ("max_ckpt_to_keep: 3", "max_ckpt_to_keep", 3),
         ("exp_name: 'a b/c'", "exp_name", "a-b-c"),
         ("rollout_dump_dir: dumps", "rollout", {"keep_text": True}),
     ],

@@ -183,6 +183,7 @@ def test_a_students_file_has_its_teacher_and_loss():
     tree, reports, _ = translate_roll(DISTILL)
     assert tree["pipeline"] == "distill"
     assert (tree["pretrain"], tree["sequence_length"]) == ("Qwen/Qwen2.5-7B-Instruct", 2048)
+    assert tree["data"]["too_long"] == "truncate"  # as ROLL's tokenizer is called
     assert tree["teacher"]["teacher"]["model_args"]["model_name_or_path"] == "Qwen/Qwen2.5-14B-Instruct"
     assert tree["distill"] == {
         "logits_topk": 64, "distill_loss_weight": 0.85, "kd_objective": "forward_kl", "distill_on_prompt": False,

@@ -345,3 +345,9 @@ def test_a_constant_schedule_has_no_warm_up(schedule: str, steps: int | None, wa
     assert tree["actor_train"]["training_args"].get("warmup_steps") == steps
     (status,) = {each.outcome.status for each in reports if each.key == (warmup.partition(":")[0],)}
     assert (status == "no effect") == (steps is None)
+
+
+@pytest.mark.parametrize(("key", "is_said"), [("", True), ("max_prompt_length: 2048\n", False)])
+def test_prompts_that_trl_does_not_limit_are_said_to_be(key: str, is_said: bool, tmp_path: Path):
+    _, _, remarks = translate_trl(write(tmp_path, "grpo.yaml", GRPO + key))
+    assert any("longest prompt" in remark for remark in remarks) == is_said
