@@ -7,6 +7,7 @@ from typing import Protocol, Self
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -191,15 +192,15 @@ def render(view: RunView, history: RunHistory, elapsed_s: float) -> Panel:
     rows.add_column(style="bold", no_wrap=True)
     rows.add_column()
     for name, value in summary(view, history).items():
-        rows.add_row(name, value)
+        rows.add_row(name, escape(value))
     if view.counters is not None:
         counters = view.counters
         lost = {**{f"dropped {k}": n for k, n in counters.dropped.items()}, **counters.failed}
         more = "".join(f", {name} {number}" for name, number in lost.items())
         groups = f"{counters.admitted} admitted, {counters.trained} trained, {counters.in_flight} in flight{more}"
-        rows.add_row("groups", groups)
+        rows.add_row("groups", escape(groups))
     rows.add_row("parts", Text.from_markup("  ".join(_parts(view))))
-    title = f"[bold]{view.id}[/]  {describe_state(view)}"
+    title = f"[bold]{view.id}[/]  {escape(describe_state(view))}"
     return Panel(Group(_progress(view, history, elapsed_s), rows), title=title, title_align="left", padding=(0, 1))
 
 

@@ -44,6 +44,9 @@ def call(url: str, token: str | None, ask: Callable[[ControlClient], Awaitable[i
         return print_error(error, token)
     except RetryableError as error:
         complaint = str(error)
+    except UnicodeEncodeError:
+        print_message("the token has characters other than ASCII")
+        return UNAUTHORIZED
     except httpx.InvalidURL as error:
         complaint = f"no URL: {error}"
     except (json.JSONDecodeError, ValidationError):

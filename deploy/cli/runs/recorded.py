@@ -81,7 +81,7 @@ def _group_table(group: GroupDetailView) -> Table:
     for heading in COLUMNS if group.members else ():
         table.add_column(heading)
     for member in group.members:
-        versions = sorted({_number(member.oldest_version), _number(member.newest_version)}, key=len)
+        versions = dict.fromkeys((_number(member.oldest_version), _number(member.newest_version)))
         table.add_row(
             f"{group.number}/{member.index}",
             _number(member.reward),

@@ -96,6 +96,13 @@ def test_the_live_view_shows_what_matters():
         assert part in shown, part
 
 
+def test_brackets_of_a_parts_message_are_no_markup():
+    waits = view(state=RunState.STARTING, learner=Health.ABSENT, detail="no library in [/usr/lib, /opt/lib] [up]")
+    output = io.StringIO()
+    Console(file=output, width=120).print(render(waits, history(), 1.0))
+    assert "no library in [/usr/lib, /opt/lib] [up]" in output.getvalue()
+
+
 def test_a_plain_line_names_failed_groups():
     console = Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115
     with open_view("lake", console) as shown:

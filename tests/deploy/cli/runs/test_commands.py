@@ -259,6 +259,11 @@ async def test_a_token_is_asked_for(redis_url: str):
         assert (without.exit_code, without.stdout) == (UNAUTHORIZED, "")
         assert "OFFBEAT_TOKEN" in without.stderr
         assert (await terminal.types("list", "--token", "other")).exit_code == UNAUTHORIZED
+        pasted = await terminal.types("list", "--token", "tok…en")
+        assert (pasted.exit_code, pasted.stderr) == (
+            UNAUTHORIZED,
+            "offbeat: the token has characters other than ASCII\n",
+        )
         assert (await terminal.types("list", "--token", "secret")).exit_code == DONE
 
 
