@@ -126,7 +126,7 @@ class FSDP2Engine(OffloadableStates):
         if hyperparameters.head_alone:
             groups = zip(self._optimizer.param_groups, self._kinds, strict=True)
             frozen = [parameter for group, kind in groups if not kind.is_head for parameter in group["params"]]
-            forget(self._optimizer.state[parameter] for parameter in frozen)
+            forget(self._optimizer.state.get(parameter, {}) for parameter in frozen)
         return outcome
 
     def _step(self) -> StepOutcome:

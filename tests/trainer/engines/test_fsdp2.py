@@ -3,6 +3,7 @@ processes: tests/integration/test_learner_engine.py."""
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,21 @@ def test_a_checkpoint_before_the_first_step_leaves_that_step_as_it_is(
         each.train(fixed_batch(), nll, HYPER)
     for each in (saved, loaded):
         assert_same(weights_of(each), weights_of(undisturbed), atol=0.0)
+
+
+def test_a_checkpoint_after_a_skipped_step_of_the_head_alone_is_resumed(
+    folder: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    saved, loaded = (
+        FSDP2Engine(load_policy(folder, ModelArgs(), seed=1, value_head=True), SMOOTH, ranks) for _ in range(2)
+    )
+    head_alone = replace(HYPER, head_alone=True)
+    assert not saved.train(fixed_batch(), lambda _, said: said.values.sum() * math.nan, head_alone).applied
+    saved.save(tmp_path)
+    loaded.load(tmp_path)
+    for each in (saved, loaded):
+        assert each.train(fixed_batch(), lambda _, said: said.values.sum(), HYPER).applied
+    assert_same(weights_of(loaded), weights_of(saved), atol=0.0)
 
 
 def test_loaded_engine_keeps_its_current_settings(folder: Path, ranks: Ranks, tmp_path: Path) -> None:
