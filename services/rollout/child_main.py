@@ -25,18 +25,20 @@ def serve(commands: Mapping[str, Callable[..., Any]]) -> NoReturn:
     requests: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(source, requests), daemon=True).start()
     while True:
-        message = cast(bytes, msgpack.packb(_answer(commands, requests.get())))
+        message = answer(commands, requests.get())
         answers.write(len(message).to_bytes(4, "little") + message)
         answers.flush()
 
 
-def _answer(commands: Mapping[str, Callable[..., Any]], command: list[Any]) -> tuple[bool, Any]:
+def answer(commands: Mapping[str, Callable[..., Any]], command: list[Any]) -> bytes:
+    """Return a command's packed answer; a result that msgpack can't pack is an error."""
     name, *args = command
     try:
-        return True, commands[name](*args)
+        return cast(bytes, msgpack.packb((True, commands[name](*args))))
     except (Exception, SystemExit) as error:
         traceback.print_exc()
-        return False, [f"{type(error).__name__}: {error}", traceback.format_exc()]
+        report = [f"{type(error).__name__}: {error}", traceback.format_exc()]
+        return cast(bytes, msgpack.packb((False, report), unicode_errors="backslashreplace"))
 
 
 def _read(source: BinaryIO, requests: "queue.SimpleQueue[list[Any]]") -> None:

@@ -44,7 +44,7 @@ def run(command: Sequence[str], plain: Mapping[str, Any]) -> Any:
         return None
     try:
         return json.loads(lines[-1])
-    except ValueError:
+    except (ValueError, RecursionError):
         return lines[-1]
 
 

@@ -4,7 +4,7 @@ Invariants: at most `num_agents` of a tag run; cancelled or timed-out agents and
 """
 
 import asyncio
-import math
+import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -72,7 +72,7 @@ async def _run_command(runner: AgentRunner, task: AgentTask) -> Any:
         return await child.ask("run", runner.timeout_s, list(runner.command), task.plain())
     except EpisodeError as error:
         reason = {"run_error": "agent_error", "run_timeout": "agent_timeout"}.get(error.reason, error.reason)
-        raise EpisodeError(reason, str(error), error.trace) from error
+        raise EpisodeError(reason, error.detail, error.trace) from error
     finally:
         await asyncio.shield(child.kill())
 
@@ -86,7 +86,7 @@ def outcome_of(returned: Any) -> AgentOutcome:
     if returned is None:
         return AgentOutcome()
     if isinstance(returned, str):
-        return AgentOutcome(answer=returned)
+        return AgentOutcome(answer=_text(returned))
     if isinstance(returned, int | float):
         return AgentOutcome(reward=_finite("reward", returned))
     if isinstance(returned, dict):
@@ -97,7 +97,7 @@ def outcome_of(returned: Any) -> AgentOutcome:
             reward, answer = result.get("reward"), result.get("answer")
             return AgentOutcome(
                 None if reward is None else _finite("reward", reward),
-                None if answer is None else str(answer),
+                None if answer is None else _text(str(answer)),
                 {str(name): _finite(str(name), value) for name, value in cast(dict[str, Any], metrics).items()},
             )
     raise EpisodeError(
@@ -107,6 +107,14 @@ def outcome_of(returned: Any) -> AgentOutcome:
 
 
 def _finite(name: str, value: Any) -> float:
-    if not isinstance(value, int | float) or not math.isfinite(value):
+    if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise EpisodeError("agent_result", f"the agent's {name} is {value!r}: a finite number is needed")
     return float(value)
+
+
+def _text(answer: str) -> str:
+    try:
+        answer.encode()
+    except UnicodeEncodeError as error:
+        raise EpisodeError("agent_result", f"the agent's answer is no text: {error}") from error
+    return answer

@@ -3,11 +3,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
+import pytest
 
 from offbeat.services.chat.template import ChatTemplate
+from offbeat.services.errors import EpisodeError
 from offbeat.services.gateway.app import build
 from offbeat.services.messages.types import Sampling
 from offbeat.services.rollout.agents.episode import HttpEnvSession
+from offbeat.services.rollout.agents.pool import AgentOutcome, outcome_of
 from offbeat.services.rollout.config import AgentRunner, CustomEnv
 from offbeat.services.rollout.envs.runners import EnvTraits, StepResult
 from offbeat.services.rollout.episodes.episode import EpisodePlan
@@ -31,3 +34,15 @@ async def test_a_metric_that_is_not_finite_stays_out_of_the_reply_and_in_the_tra
         response = await client.post("/env/step", json={"action": "on"}, headers=headers)
     assert (response.status_code, response.json()["metrics"]) == (200, {"height": 2.0})
     assert http_env.metrics({})["speed"] == math.inf
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [10**400, math.nan, "half of a pair: \ud83d", {"answer": "\ud83d"}, [1]],
+    ids=lambda returned: repr(returned)[:9],
+)
+def test_a_result_that_is_neither_a_number_nor_a_text_is_refused(returned: Any):
+    assert outcome_of(10**30) == AgentOutcome(reward=1e30)
+    with pytest.raises(EpisodeError) as caught:
+        outcome_of(returned)
+    assert caught.value.reason == "agent_result"
