@@ -92,6 +92,9 @@ class Peer:
         self._objects: list[Any] = []
         self._buffer = b""
         self.deadline: float | None = None
+        self.max_bytes = MAX_MESSAGE_BYTES
+        """Length of the other side's messages, to one read."""
+        self.takes_requests = True
         self.namespace: dict[str, Any] = {}
 
     def request(self, action: str, *args: Any, kwargs: dict[str, Any] | None = None) -> Any:
@@ -106,6 +109,8 @@ class Peer:
                 return self.decode(body[0])
             if kind == "error":
                 raise _error_of(*body)
+            if not self.takes_requests:
+                raise PermissionError("the program made a request")
             self._answer(*body)
 
     def serve(self) -> None:
@@ -121,29 +126,36 @@ class Peer:
 
     def receive(self) -> list[Any]:
         while b"\n" not in self._buffer:
-            if len(self._buffer) > MAX_MESSAGE_BYTES:
+            if len(self._buffer) > self.max_bytes:
                 raise ValueError("a message that is too long")
-            self._wait()
+            self._wait(self._read_fd, select.POLLIN)
             chunk = os.read(self._read_fd, 1 << 16)
             if not chunk:
                 raise EOFError("the program ended")
             self._buffer += chunk
         line, _, self._buffer = self._buffer.partition(b"\n")
+        self._check_time()
         return json.loads(line)
 
-    def _wait(self) -> None:
-        if self.deadline is None:
-            return
-        poll = select.poll()
-        poll.register(self._read_fd, select.POLLIN)
-        if not poll.poll(max(0.0, self.deadline - time.monotonic()) * 1000):
+    def _wait(self, descriptor: int, event: int) -> None:
+        self._check_time()
+        if self.deadline is not None:
+            poll = select.poll()
+            poll.register(descriptor, event)
+            poll.poll(max(0.0, self.deadline - time.monotonic()) * 1000)
+            self._check_time()
+
+    def _check_time(self) -> None:
+        if self.deadline is not None and time.monotonic() >= self.deadline:
             raise TimeoutError("out of time")
 
     def _send(self, message: list[Any]) -> None:
         data = memoryview(json.dumps(message).encode() + b"\n")
         while data:
+            self._wait(self._write_fd, select.POLLOUT)
             try:
-                data = data[os.write(self._write_fd, data) :]
+                # A pipe that is ready takes so many bytes at once
+                data = data[os.write(self._write_fd, data[: select.PIPE_BUF]) :]
             except BrokenPipeError:
                 raise EOFError("the program ended") from None
 
@@ -201,6 +213,7 @@ class Peer:
         return {"handle": len(self._objects) - 1}
 
     def decode(self, coded: Any) -> Any:
+        self._check_time()  # numbers of equal hashes take quadratic time
         if not isinstance(coded, dict):
             return coded
         ((kind, content),) = coded.items()

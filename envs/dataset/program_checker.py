@@ -1,10 +1,11 @@
 """Verdicts on untrusted programs.
 
-A program and its test run in two sandboxes, connected by `peer`: the program can't see expected values, nor affect the
-test's side.
+A program and its test run in two sandboxes, connected by `peer`; a call of plain values is tested from this process.
+Invariant: the program can't see expected values, nor affect or hold up the test's side.
 """
 
 import ast
+import json
 import os
 import re
 import threading
@@ -22,6 +23,8 @@ PYTEST_CPU_S = 5
 """CPU time for pytest's imports."""
 SOLUTION = "Solution"
 """The class of LeetCode's programs."""
+MIN_ANSWER_BYTES = 100_000
+"""Longest answer where the expected one is short: a set of 5,000 numbers, a second of CPU time if all hashes are equal."""
 END_TIMEOUT_S = 2.0
 """For a program that closed its pipes."""
 
@@ -137,7 +140,7 @@ def _check_equation(
     def is_right(peer: Peer) -> bool:
         return _global(peer, name)(*args, **kwargs) == expected
 
-    return _ask(is_right, read_fd, write_fd, limits)
+    return _ask(is_right, expected, read_fd, write_fd, limits)
 
 
 def _check_call(test: CallTest, read_fd: int, write_fd: int, limits: Limits) -> str:
@@ -145,13 +148,19 @@ def _check_call(test: CallTest, read_fd: int, write_fd: int, limits: Limits) -> 
         result = _with_lists(_find_function(peer, test.function)(*test.arguments))
         return any(result == _with_lists(each) for each in test.accepted)
 
-    return _ask(is_right, read_fd, write_fd, limits)
+    return _ask(is_right, test.accepted, read_fd, write_fd, limits)
 
 
-def _ask(is_right: Callable[[Peer], bool], read_fd: int, write_fd: int, limits: Limits) -> str:
-    """Return why a started program fails, or ""."""
+def _ask(is_right: Callable[[Peer], bool], expected: Any, read_fd: int, write_fd: int, limits: Limits) -> str:
+    """Return why a started program fails, or "".
+
+    This process compares, within `limits.timeout_s`: requests of the program and answers much longer than the expected
+    value are errors.
+    """
     try:
         peer = connect(read_fd, write_fd, limits.timeout_s, STARTUP_TIMEOUT_S)
+        peer.takes_requests = False
+        peer.max_bytes = MIN_ANSWER_BYTES + 8 * len(json.dumps(peer.encode(expected)))
         return "" if is_right(peer) else "AssertionError"
     except TimeoutError as error:
         return str(error)

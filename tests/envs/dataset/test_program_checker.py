@@ -25,6 +25,16 @@ for descriptor in range(3, 200):
         pass
 """
 
+AS_PEER = """
+def double(x):
+    import gc, os
+    descriptor = next(each._write_fd for each in gc.get_objects() if type(each).__name__ == "Peer")
+    while True:
+        data = {}
+        while data:
+            data = data[os.write(descriptor, data):]
+"""
+
 HACKS = {
     "exit": "import sys; sys.exit(0)",
     "exit_later": "import sys\ndef double(x): sys.exit(0)",
@@ -59,6 +69,10 @@ HACKS = {
     "patched_peer": WRONG + "import sys\nf = sys._getframe()\nwhile f.f_back: f = f.f_back\n"
     "f.f_globals.get('Peer', f).encode = lambda self, v: True",
     "expected_values": WRONG + "import gc\nexpected = [o for o in gc.get_objects() if o == [2, 4]]",
+    "endless_requests": AS_PEER.format("""b'["request","names",{"l":[]},{"d":[]}]\\n'"""),
+    "equal_hashes": AS_PEER.format(
+        """('["value",{"s":%s}]' % [number * (2**61 - 1) for number in range(60_000)]).encode() + b'\\n'"""
+    ),
     "nothing": "",
     "endless": "while True: pass",
     "no_memory": "x = [0] * 10**10",
@@ -71,7 +85,7 @@ SHORT = Limits(timeout_s=3.0, cpu_s=3)
 @needs_sandbox
 @pytest.mark.parametrize("name", HACKS)
 def test_reward_hacks_fail(name: str):
-    limits = SHORT if name in ("endless", "endless_output", "sleep") else LIMITS
+    limits = SHORT if name.startswith("endless") or name in ("equal_hashes", "sleep") else LIMITS
     for test in (EQUATION, STATEMENTS):
         began = time.monotonic()
         assert check_program(HACKS[name], test, limits)

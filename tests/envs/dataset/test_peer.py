@@ -1,0 +1,73 @@
+"""Calls of a side that wants to outlast its time."""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from offbeat.envs.dataset.peer import Peer, connect
+
+TIMEOUT_S = 0.3
+REQUEST = b'["request","names",{"l":[]},{"d":[]}]\n'
+SAME_HASHES = [number * (2**61 - 1) for number in range(20_000)]
+
+
+@contextmanager
+def connected(write: Callable[[int], object]) -> Iterator[Peer]:
+    """Connect to a program that reads nothing and writes in a thread."""
+    program_reads, write_fd = os.pipe()
+    read_fd, program_writes = os.pipe()
+
+    def run() -> None:
+        try:
+            os.write(program_writes, b'["hello"]\n')
+            write(program_writes)
+        except OSError:  # the reader has gone
+            pass
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield connect(read_fd, write_fd, TIMEOUT_S, 10.0)
+    finally:
+        os.close(read_fd)
+        thread.join()
+        for descriptor in (program_reads, write_fd, program_writes):
+            os.close(descriptor)
+
+
+def test_requests_without_end_are_out_of_time():
+    def ask(descriptor: int) -> None:
+        while True:
+            os.write(descriptor, REQUEST)
+
+    began = time.monotonic()
+    with connected(ask) as peer, pytest.raises(TimeoutError):
+        peer.request("names")
+    assert time.monotonic() - began < 5
+    with connected(ask) as peer:
+        peer.takes_requests = False
+        with pytest.raises(PermissionError):
+            peer.request("names")
+
+
+def test_a_side_that_does_not_read_is_out_of_time():
+    with connected(lambda _: None) as peer, pytest.raises(TimeoutError):
+        peer.request("call", "x" * 1_000_000)
+
+
+def test_numbers_of_equal_hashes_are_out_of_time():
+    answer = json.dumps(["value", {"s": SAME_HASHES}]).encode() + b"\n"
+    with connected(lambda descriptor: os.write(descriptor, answer)) as peer:
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            peer.request("names")
+        assert time.monotonic() - began < 5
+    with connected(lambda descriptor: os.write(descriptor, answer)) as peer:
+        peer.max_bytes = 1000
+        with pytest.raises(ValueError, match="too long"):
+            peer.request("names")
