@@ -4,7 +4,6 @@ Sources: the ledgers of buffer (`ledger/groups.jsonl`) and learner (`ledger/step
 Invariant: violations name their group, step or file.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -27,7 +26,7 @@ class Evidence:
     groups_per_step: int = 1
     max_steps: int = 0
     train_stale: bool = False
-    """`buffer.stale_policy: train`."""
+    """`buffer.stale_policy: train`, which ledgers of older builds do not have."""
     broken_lines: int = 0
 
 
@@ -67,7 +66,7 @@ def _check_steps(evidence: Evidence, result: Audit) -> Iterator[str]:
             lag = line.step - 1 - each.oldest_version
             if each.oldest_version > max(line.step - 1, result.lineage.newest_version.get(line.step, 0)):
                 yield f"group {each.number} of step {line.step} holds tokens of the later version {each.oldest_version}"
-            if lag > math.ceil(line.max_staleness) and not evidence.train_stale:
+            if not evidence.train_stale and lag - 1 >= line.max_staleness:
                 bound = f"{line.max_staleness:g}"
                 yield f"group {each.number} was trained at step {line.step} with a lag of {lag}, above {bound}"
             life = result.groups.get(each.number)

@@ -6,6 +6,7 @@ surviving lineage.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -279,7 +280,7 @@ class Learner:
             time.sleep(PAUSE_POLL_S)
 
     def _record(self, taken: StepGroups, replayed: ReplayedGroups, *, skipped: bool) -> None:
-        bound = self._settings.max_staleness
+        bound = math.inf if self._config.buffer.stale_policy == "train" else self._settings.max_staleness
         self._ledger.write_step(self._step, taken, max_staleness=bound, skipped=skipped, replayed=replayed)
         self._checkpointer.add_consumed(taken.entry_ids)
         self._next_number = max([self._next_number, *(group.number + 1 for group in taken.groups)])

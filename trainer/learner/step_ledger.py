@@ -44,6 +44,7 @@ class StepLine:
     epoch: int
     groups: tuple[TrainedGroup, ...]
     max_staleness: float
+    """Infinite with `stale_policy: train`."""
     skipped: bool
     """True for a non-finite gradient."""
     at: float = 0.0

@@ -1,6 +1,7 @@
 """The audit says in words what does not hold, and nothing of what does."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,12 @@ def test_tokens_of_a_version_that_a_predecessor_published_may_be_trained_by_who_
     assert not [each for each in found.findings if "later version" in each]
     unknown = audit(replace(GOOD, journal=[ResumedLine(0, 2, 0), *repeated]))
     assert any("group 2 of step 2 holds tokens of the later version 2" in each for each in unknown.findings)
+
+
+def test_a_step_without_a_bound_may_have_any_lag():
+    """As those before a resumption with `stale_policy: drop` of a run with `train`."""
+    late = replace(step(4, 5, version=0), max_staleness=math.inf)
+    assert audit(replace(GOOD, journal=[*JOURNAL, late])).findings == []
 
 
 def test_a_redis_that_lost_its_newest_events_is_a_note_not_a_finding():

@@ -1,6 +1,7 @@
 """The learner's loop: the order of its stages, and what each step leaves behind."""
 
 import itertools
+import math
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,15 @@ def test_old_groups_join_batches_and_are_accounted_for_once(harness: LearnerHarn
     assert [
         record.values["groups_again"].total for record in harness.sink.records if "groups_again" in record.values
     ] == [2] * 5
+
+
+@pytest.mark.parametrize(("policy", "bound"), [("drop", 100.0), ("train", math.inf)])
+def test_the_ledger_has_the_bound_that_groups_had_to_meet(policy: str, bound: float, harness: LearnerHarness) -> None:
+    harness.config = learner_config(buffer={"stale_policy": policy}, max_steps=1)
+    learner, _ = harness.learner()
+    assert learner.run()
+    (line,) = [line for line in read_step_ledger(harness.folder)[0] if isinstance(line, StepLine)]
+    assert line.max_staleness == bound
 
 
 def test_groups_are_acknowledged_after_the_checkpoint_with_them(harness: LearnerHarness) -> None:
