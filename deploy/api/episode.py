@@ -80,7 +80,12 @@ def check_env(
     Examples:
         >>> check_env("frozen_lake", {"size": 4}).problems
         []
+
+    Raises:
+        ValueError: `num_seeds` is below 1.
     """
+    if num_seeds < 1:
+        raise ValueError(f"num_seeds: expected at least 1, got {num_seeds}")
     name = env if isinstance(env, str) else f"{env.__module__}:{env.__qualname__}"
     if name.startswith("__main__:"):
         return check_contract(name, env_config or {}, num_seeds=num_seeds)
@@ -108,6 +113,7 @@ def play(
 
     Raises:
         ConfigError: no such env, tag or setting.
+        ValueError: `seed` is negative.
     """
     # Here and in `rollout`: transformers takes seconds to import.
     from offbeat.deploy.play.session import run_episode  # noqa: PLC0415
@@ -119,7 +125,7 @@ def play(
 
 
 def rollout(
-    config: RunConfig,
+    config: RunConfig | str | Path,
     *,
     episodes: int = 64,
     group_size: int = 1,
@@ -130,9 +136,9 @@ def rollout(
 ) -> pd.DataFrame:
     """Collect episodes of a run's tasks in this process, a row each.
 
-    agent: `random`, or a policy's folder; None: the newest checkpoint, else `pretrain`. held_out: evaluation tasks.
-    group_size: episodes per task. seed: default is the run's. Columns: `tokens`, `loss_mask`, `logprobs`, `versions`,
-    `messages`, `reward`, ...
+    config: a configuration or a YAML file. agent: `random`, or a policy's folder; None: the newest checkpoint, else
+    `pretrain`. held_out: evaluation tasks. group_size: episodes per task. seed: default is the run's. Columns: `tokens`,
+    `loss_mask`, `logprobs`, `versions`, `messages`, `reward`, ...
 
     Examples:
         >>> config = load_config("deploy/configs/quickstart.yaml")
@@ -140,15 +146,17 @@ def rollout(
         (4, 2)
 
     Raises:
-        ValueError: `episodes` is not a multiple of `group_size`, or there is no policy.
+        ConfigError: the configuration is invalid, or names no env.
+        ValueError: a number is out of range, `episodes` is not a multiple of `group_size`, or there is no policy.
     """
     from offbeat.deploy.play.parquet import decode_episode  # noqa: PLC0415
     from offbeat.deploy.play.rollouts import EpisodeRequest  # noqa: PLC0415
     from offbeat.deploy.play.session import collect  # noqa: PLC0415
+    from offbeat.deploy.play.target import load_config  # noqa: PLC0415
     from offbeat.services.messages.types import EpisodeKind  # noqa: PLC0415
 
-    if episodes % group_size:
-        raise ValueError(f"episodes ({episodes}) must be a multiple of group_size ({group_size})")
+    if not isinstance(config, RunConfig):
+        config = load_config(Path(config))
     kind = EpisodeKind.EVAL if held_out else EpisodeKind.TRAIN
     request = EpisodeRequest(episodes, group_size, kind, config.seed if seed is None else seed, concurrency)
     rollouts = _run(collect(config, request, agent, _no_progress))

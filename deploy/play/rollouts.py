@@ -43,11 +43,22 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRequest:
+    """Episodes to play; raises ValueError for a number that can't be."""
+
     episodes: int
     group_size: int
     kind: EpisodeKind
     seed: int
     concurrency: int
+
+    def __post_init__(self) -> None:
+        for name in ("episodes", "group_size", "concurrency"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.seed < 0:
+            raise ValueError(f"seed: expected at least 0, got {self.seed}")
+        if self.episodes % self.group_size:
+            raise ValueError(f"episodes ({self.episodes}) must be a multiple of group_size ({self.group_size})")
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
 
+from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.play.agents import TextSampler, load_chat, make_random_agent
 from offbeat.deploy.play.episode import trace_episode
@@ -18,12 +19,15 @@ from offbeat.services.chat.template_override import write_policy_folder
 from offbeat.services.chat.vision import model_family
 from offbeat.services.messages.types import Trajectory
 from offbeat.services.rollout.agents.episode import AgentRuntime, runtime_for
+from offbeat.trainer.config.issue import ConfigIssue
 
 RANDOM = "random"
 
 
 async def run_episode(target: PlayTarget, agent: str | Path, *, seed: int, write: Callable[[str], None]) -> Trajectory:
-    """agent: `random`, or a policy's folder."""
+    """agent: `random`, or a policy's folder. Raises ValueError for a negative seed."""
+    if seed < 0:
+        raise ValueError(f"seed: expected at least 0, got {seed}")
     folder = None if agent == RANDOM else policy_folder(Path(agent))
     chat = load_chat(folder)
     check_rendering(target.env, chat)
@@ -52,7 +56,9 @@ class CollectedEpisodes:
 async def collect(
     config: RunConfig, request: EpisodeRequest, agent: str | Path | None, progress: Callable[[int, int], None]
 ) -> CollectedEpisodes:
-    """agent: `random`, or as in `find_policy`."""
+    """agent: `random`, or as in `find_policy`. Raises ConfigError without envs."""
+    if not config.custom_envs:
+        raise ConfigError([ConfigIssue("custom_envs", "no env: name at least one tag")])
     folder = None if agent == RANDOM else find_policy(config, agent)
     chat = load_chat(folder)
     for env in config.custom_envs.values():
