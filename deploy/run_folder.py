@@ -66,7 +66,7 @@ OWN = (*WRITTEN, REDIS, ENDPOINTS, f"{MARKER}*", LOCK)
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class LockHolder:
     """Process that has a folder's lock. place: the boot and the namespace in which `pid` is valid."""
 
     pid: int
@@ -81,14 +81,14 @@ class Holder:
         return f"process {self.pid or '?'}" + (f" of {self.host}" if self.host and not self.is_here else "")
 
     @classmethod
-    def own(cls) -> "Holder":
+    def own(cls) -> "LockHolder":
         return cls(os.getpid(), _own_place(), platform.node())
 
     def encode(self) -> bytes:
         return f"{self.pid} {self.place} {self.host}".encode()
 
     @classmethod
-    def decode(cls, raw: bytes) -> "Holder":
+    def decode(cls, raw: bytes) -> "LockHolder":
         """Decode a lock's text, which its holder may not have written yet."""
         pid, place, host = [*raw.decode().split(" "), "", ""][:3]
         return cls(int(pid or 0), place, host)
@@ -161,19 +161,19 @@ def locked(folder: Path) -> Iterator[None]:
                 break
             time.sleep(LOCK_POLL_S)
         else:
-            holder = Holder.decode((folder / LOCK).read_bytes())
+            holder = LockHolder.decode((folder / LOCK).read_bytes())
             raise FolderInUseError(f"{folder} is used by {holder}: stop it, or set another output_dir")
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, Holder.own().encode())
+        os.write(descriptor, LockHolder.own().encode())
         yield
     finally:
         os.close(descriptor)
 
 
-def find_holder(folder: Path) -> Holder | None:
+def find_holder(folder: Path) -> LockHolder | None:
     """Return the process that has the folder's lock, which may be of another host or container."""
     with suppress(OSError), (folder / LOCK).open("rb") as lock:
-        return None if _try_lock(lock.fileno(), fcntl.LOCK_SH) else Holder.decode(lock.read())
+        return None if _try_lock(lock.fileno(), fcntl.LOCK_SH) else LockHolder.decode(lock.read())
     return None
 
 

@@ -200,7 +200,7 @@ class RunStore:
         run_ids = await self.run_ids()
         async with self.redis.pipeline(transaction=False) as pipe:
             for run_id in run_ids:
-                pipe.hmget(RunKeys(run_id).record, names)
+                pipe.hmget(RunKeys(run_id).record, list(names))
             return list(zip(run_ids, await pipe.execute(), strict=True))
 
     @repeat_transaction

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.deploy import run_folder
-from offbeat.deploy.run_folder import Endpoints, Holder, hold_run_files, locked, remove_run_files
+from offbeat.deploy.run_folder import Endpoints, LockHolder, hold_run_files, locked, remove_run_files
 from offbeat.deploy.run_marker import MARKER, FolderInUseError, identify, mark
 from offbeat.services.buffer.group_ledger import LEDGER_FILE
 from offbeat.trainer.learner.step_ledger import STEPS_FILE
@@ -104,13 +104,13 @@ def test_find_holder_is_none_once_the_process_has_exited(tmp_path: Path):
 
 def test_find_holder_ignores_the_text_of_a_lock_that_nobody_holds(tmp_path: Path):
     """Its pid may be another process by now, or be of another host or container."""
-    (tmp_path / run_folder.LOCK).write_bytes(Holder.own().encode())
+    (tmp_path / run_folder.LOCK).write_bytes(LockHolder.own().encode())
     assert run_folder.find_holder(tmp_path) is None
 
 
 def test_a_folder_that_is_locked_on_another_host_names_it(tmp_path: Path):
     with locked(tmp_path):
-        (tmp_path / run_folder.LOCK).write_bytes(Holder(7, "boot/pid:[1]", "node-3").encode())
+        (tmp_path / run_folder.LOCK).write_bytes(LockHolder(7, "boot/pid:[1]", "node-3").encode())
         with pytest.raises(FolderInUseError, match="is used by process 7 of node-3: stop it"), locked(tmp_path):
             pass
         (tmp_path / run_folder.LOCK).write_text("7")  # by 0.1
@@ -126,7 +126,7 @@ def test_a_folder_is_locked_although_its_holder_is_looked_for(tmp_path: Path, mo
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     monkeypatch.setattr("offbeat.deploy.run_folder.time.sleep", lambda _: fcntl.flock(descriptor, fcntl.LOCK_UN))
     with locked(tmp_path):
-        assert run_folder.find_holder(tmp_path) == Holder.own()
+        assert run_folder.find_holder(tmp_path) == LockHolder.own()
     os.close(descriptor)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from offbeat import Run, RunElsewhereError
-from offbeat.deploy.run_folder import LOCK, Holder, locked, write_config
+from offbeat.deploy.run_folder import LOCK, LockHolder, locked, write_config
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def stranger() -> Iterator["subprocess.Popen[bytes]"]:
 
 def test_an_ended_run_signals_no_process_that_has_its_pid(run: Run, stranger: "subprocess.Popen[bytes]"):
     """As the run of another container, whose pids are low."""
-    (run.folder / LOCK).write_bytes(Holder(stranger.pid, Holder.own().place, "").encode())
+    (run.folder / LOCK).write_bytes(LockHolder(stranger.pid, LockHolder.own().place, "").encode())
     assert run.state == "stopped"
     run.stop(timeout_s=1)
     assert stranger.poll() is None
@@ -32,7 +32,7 @@ def test_an_ended_run_signals_no_process_that_has_its_pid(run: Run, stranger: "s
 
 def test_a_run_of_another_host_runs_and_gets_no_signal(run: Run, stranger: "subprocess.Popen[bytes]"):
     with locked(run.folder):
-        (run.folder / LOCK).write_bytes(Holder(stranger.pid, "boot/pid:[1]", "node-3").encode())
+        (run.folder / LOCK).write_bytes(LockHolder(stranger.pid, "boot/pid:[1]", "node-3").encode())
         assert run.state == "running"
         with pytest.raises(RunElsewhereError, match=f"is used by process {stranger.pid} of node-3, on another host"):
             run.stop(timeout_s=1)
