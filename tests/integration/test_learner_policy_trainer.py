@@ -1,5 +1,6 @@
 """A run's weights with critic and reference on DeepSpeed: made, saved, brought back exactly."""
 
+import json
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -252,6 +253,26 @@ def test_adapters_are_trained_on_the_warm_start_which_stays_the_reference(
     export_adapter(tmp_path, tmp_path / "adapter", print)  # which compares it with the merged weights
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert_equal(saved, {name: tensor for name, tensor in apart.items() if ".lora_" in name})
+
+
+@pytest.mark.parametrize("engine", [(), FSDP2], ids=["zero-0", "fsdp2"])
+def test_adapters_from_another_runs_checkpoint_keep_their_base(
+    tmp_path: Path, ranks: Ranks, engine: tuple[str, ...]
+) -> None:
+    first, second = (run_of(tmp_path / name, (*LORA, *engine)) for name in ("first", "second"))
+    trainer, again = begun(first, ranks), PolicyTrainer(second, ranks)
+    train_on(trainer, GROUPS, 0)
+    checkpoints = [run.checkpoints / "step-000001" for run in (first, second)]
+    for each in checkpoints:
+        each.mkdir(parents=True)
+    trainer.save(checkpoints[0])
+    again.load(checkpoints[0], trainer.kl_coef)
+    train_on(again, GROUPS, 1)
+    again.save(checkpoints[1])
+    assert_equal(*(load_file(run.first_weights / "model.safetensors") for run in (first, second)))
+    adapter = json.loads((checkpoints[1] / "adapter" / "adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == str(second.output_dir / "start")
+    export_adapter(checkpoints[1], tmp_path / "adapter", print)
 
 
 def test_a_policy_of_ones_own_is_taken_as_it_is(tmp_path: Path, ranks: Ranks) -> None:

@@ -32,7 +32,7 @@ from offbeat.trainer.engines.process_group import READY, Ranks, barrier, broadca
 from offbeat.trainer.engines.state_files import load_tensors
 from offbeat.trainer.models.export import copy_model_files, export_weights
 from offbeat.trainer.models.loading import load_policy, load_reward_model
-from offbeat.trainer.models.lora import save_adapter
+from offbeat.trainer.models.lora import PREFIX, save_adapter
 from offbeat.trainer.models.policy import PackedCritic, PackedPolicy
 from offbeat.trainer.models.reward_model import PackedRewardModel
 from offbeat.trainer.models.tokenizer_check import check_same_tokens
@@ -105,7 +105,7 @@ class PolicyTrainer:
             if loss is None:
                 return False
             if self._has_companions or self._uses_adapters:
-                self._save_start(engine)
+                self._save_start(engine.tensors())
             if self._uses_adapters:
                 self._model = self._load_trained(self._run.output_dir / START)
                 self._policy = self._engine(self._model)
@@ -125,6 +125,8 @@ class PolicyTrainer:
         self._build_companions()
         self._batches.load_state_dict(json.loads((folder / ALGORITHM).read_text()))
         self._policy.load(folder / "state" / "policy")
+        if self._uses_adapters and self._config.warm_start is not None:
+            self._restore_base(folder)
         if self._critic is not None:
             self._critic.load(folder / CRITIC_STATE)
         if isinstance(self._reference, FrozenModel) and (folder / REFERENCE).is_file():
@@ -174,7 +176,7 @@ class PolicyTrainer:
         return [self._policy, *([] if self._critic is None else [self._critic]), *frozen]
 
     def save(self, folder: Path) -> None:
-        self._export(folder, self._policy)
+        self._export(folder, self._policy.tensors())
         if self._uses_adapters:
             self._save_adapter(folder / "adapter")
         self._policy.save(folder / "state" / "policy")
@@ -308,11 +310,11 @@ class PolicyTrainer:
     def _engine(self, module: nn.Module) -> TrainEngine[Any]:
         return make_engine(module, self._train, self._ranks)
 
-    def _save_start(self, engine: TrainEngine[Any]) -> None:
+    def _save_start(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         staging = self._start_staging()
         if self._ranks.rank == 0:
             staging.mkdir(parents=True)
-        self._export(staging, engine)
+        self._export(staging, tensors)
         self._rename_to_start(staging)
 
     def _rename_to_start(self, staging: Path) -> None:
@@ -343,14 +345,21 @@ class PolicyTrainer:
                 "saved only if the run has a reference, adapters or its own critic when it begins"
             )
 
-    def _export(self, folder: Path, engine: TrainEngine[Any]) -> None:
+    def _restore_base(self, checkpoint: Path) -> None:
+        """Write the adapters' base from the loaded state, unless the checkpoint is this run's own, whose base is here."""
+        is_here = (self._run.output_dir / START).is_dir() and checkpoint.resolve().is_relative_to(self._run.output_dir)
+        if not int(gather(self._ranks, b"%d" % is_here)[0]):
+            parts = self._policy.tensors("parts")
+            self._save_start((name, tensor) for name, tensor in parts if not name.startswith(PREFIX))
+
+    def _export(self, folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
         if self._ranks.rank == 0:
             copy_model_files(self._run.model_folder, folder)
             if isinstance(self._model, PackedRewardModel):
                 self._model.write_config(folder)
-            export_weights(folder, engine.tensors())
+            export_weights(folder, tensors)
         else:
-            for _ in engine.tensors():
+            for _ in tensors:
                 pass
 
     def _save_adapter(self, folder: Path) -> None:
