@@ -146,6 +146,13 @@ def settings_at(base: Settings, changes: Iterable[Change], step: int) -> Setting
     return base
 
 
+def requested_settings(base: Settings, changes: Iterable[Change]) -> Settings:
+    """Return the settings once all changes are adopted."""
+    for change in changes:
+        base = base.changed(change.values)
+    return base
+
+
 def settings_now(base: Settings, changes: Iterable[Change]) -> Settings:
     """Return the current settings; the learner's once adopted."""
     for change in changes:

@@ -27,6 +27,7 @@ from offbeat.services.errors import ControlError
 from offbeat.services.generation.config import app_name
 from offbeat.services.generation.tenancy import EngineOffer, read_offers
 from offbeat.services.keys import RunKeys
+from offbeat.services.live_settings import Settings
 from offbeat.services.redis.url import redact
 from offbeat.trainer.config.aliases import canonical_json
 from offbeat.trainer.config.issue import ConfigIssue
@@ -66,12 +67,12 @@ class RayRunFactory(MeshRunFactory):
         infer = config.actor_infer.model_copy(update={"app": app or config.actor_infer.app})
         return config.model_copy(update={"actor_infer": infer})
 
-    async def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
+    async def validate_change(self, record: RunRecord, requested: Settings, values: Mapping[str, float]) -> None:
         app = RunConfig.model_validate_json(canonical_json(record.config)).actor_infer.app
         if "num_replicas" in values and app not in (None, app_name(record.run_id)):
             message = f"the run uses {app} of the deploy file: change num_replicas there and run `serve deploy`"
             raise InvalidRunError([ProblemView(path="actor_infer.num_replicas", message=message)])
-        await super().validate_change(record, values)
+        await super().validate_change(record, requested, values)
 
     def _find_active_run(self, run_id: str) -> RunConfig | None:
         """Return the active run, whose application a resubmission keeps."""

@@ -10,16 +10,15 @@ import logging
 import threading
 import time
 from contextlib import suppress
-from typing import cast
 
 import ray
 from ray.exceptions import RayError
 from ray.experimental.internal_kv import _internal_kv_list
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve._private.storage.kv_store import SERVE_INTERNAL_KV_NAMESPACE
-from ray.util import list_named_actors
 
 from offbeat.deploy.components import ray_names
+from offbeat.deploy.components.ray_actors import list_actor_names
 from offbeat.services.keys import ENDING
 from offbeat.services.redis.connection import connect
 from offbeat.services.telemetry import configure_logging
@@ -101,11 +100,6 @@ def is_serve_running() -> bool:
     except ValueError:
         return False
     return True
-
-
-def list_actor_names() -> list[str]:
-    actors = cast(list[dict[str, str]], list_named_actors(all_namespaces=True))
-    return [actor["name"] for actor in actors if actor["namespace"] == ray_names.NAMESPACE]
 
 
 def ensure_reaper() -> None:

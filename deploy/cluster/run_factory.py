@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -227,9 +228,9 @@ class MeshRunFactory(PackagedRecipes):
         del record
         return None
 
-    async def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
-        """Check live settings; raises `InvalidRunError` with all issues."""
-        before, size = json.loads(record.config), await self._size()
+    async def validate_change(self, record: RunRecord, requested: Settings, values: Mapping[str, float]) -> None:
+        """Check a change of the requested settings; raises `InvalidRunError` with all issues."""
+        before, size = _apply_values(json.loads(record.config), asdict(requested)), await self._size()
         old = await asyncio.to_thread(self._setting_issues, before, size)
         new = await asyncio.to_thread(self._setting_issues, _apply_values(before, values), size)
         if new - old:

@@ -2,7 +2,8 @@
 """Pool of env workers."""
 
 import asyncio
-import itertools
+import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,11 +12,16 @@ from ray.actor import ActorHandle
 
 from offbeat.deploy.components import ray_names
 from offbeat.deploy.components.actor_pool import ActorPool
-from offbeat.deploy.components.ray_actors import find_actor
+from offbeat.deploy.components.ray_actors import find_actor, list_actor_names
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_setup import worker_settings
 from offbeat.services.control.interfaces import Health, Observation
 from offbeat.services.rollout import actor as rollout_app
+
+logger = logging.getLogger(__name__)
+
+STOP_GRACE_S = 30.0
+"""Time to exit of a worker that is told to stop."""
 
 
 class WorkerPool(ActorPool):
@@ -26,6 +32,8 @@ class WorkerPool(ActorPool):
         self._run_id = config.exp_name
         self._num_workers = config.rollout.num_workers
         self._settings = worker_settings(config, redis_url, uid=uid)
+        self._stopping: dict[str, float] = {}
+        """Monotonic time at which each worker was first told to stop."""
 
     @property
     def _names(self) -> list[str]:
@@ -34,11 +42,7 @@ class WorkerPool(ActorPool):
     async def resize(self, num_workers: int) -> None:
         """Set the number: `ensure` starts missing workers; surplus ones exit."""
         self._num_workers = num_workers
-        for index in itertools.count(num_workers):
-            actor = await asyncio.to_thread(find_actor, rollout_app.worker_name(self._run_id, index))
-            if actor is None:
-                return
-            actor.stop.remote()
+        await self._stop(num_workers, now=False)
 
     async def ensure(self) -> None:
         for index in range(self._num_workers):
@@ -46,13 +50,21 @@ class WorkerPool(ActorPool):
 
     async def stop(self, *, now: bool) -> None:
         """Stop workers; with `now`, episodes are reassigned on heartbeat timeout."""
-        for index in itertools.count():
-            actor = await asyncio.to_thread(find_actor, rollout_app.worker_name(self._run_id, index))
-            if actor is None and index >= self._num_workers:
-                return
+        await self._stop(0, now=now)
+
+    async def _stop(self, first: int, *, now: bool) -> None:
+        """Stop the workers from an index on, which may have gaps; kill one that has not exited in time."""
+        prefix = rollout_app.worker_name(self._run_id, "")
+        running = {name.removeprefix(prefix): name for name in await asyncio.to_thread(list_actor_names)
+                   if name.startswith(prefix)}  # fmt: skip
+        surplus = [name for index, name in running.items() if index.isdecimal() and int(index) >= first]
+        self._stopping = {name: self._stopping.get(name, time.monotonic()) for name in surplus}
+        for name, since in self._stopping.items():
+            actor = await asyncio.to_thread(find_actor, name)
             if actor is None:
                 continue
-            if now:
+            if now or time.monotonic() > since + STOP_GRACE_S:
+                logger.info("%s is killed", name)
                 await asyncio.to_thread(ray.kill, actor, no_restart=True)
             else:
                 actor.stop.remote()

@@ -2,9 +2,11 @@
 """Named Ray actors and Ray's errors."""
 
 import time
+from typing import cast
 
 import ray
 from ray.actor import ActorHandle
+from ray.util import list_named_actors
 
 from offbeat.deploy.components.ray_names import NAMESPACE
 
@@ -16,6 +18,12 @@ def find_actor(name: str) -> ActorHandle | None:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
         return None
+
+
+def list_actor_names() -> list[str]:
+    """Return the names of the mesh's living actors, of all runs."""
+    actors = cast(list[dict[str, str]], list_named_actors(all_namespaces=True))
+    return [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
 
 
 def kill_actor(name: str) -> None:

@@ -37,7 +37,7 @@ from offbeat.services.control.schemas import (
 from offbeat.services.control.store import RunStore
 from offbeat.services.errors import ControlError
 from offbeat.services.keys import RUNS
-from offbeat.services.live_settings import Settings
+from offbeat.services.live_settings import Settings, requested_settings
 from offbeat.services.telemetry import AsyncRedisMetrics
 
 MAX_CONCURRENT_VALIDATIONS = 4
@@ -77,7 +77,7 @@ class RunFactory(BufferReader, Recipes, Protocol):
         """Validate in limited time; raises `InvalidRunError`, `NotAllowedError` with every problem."""
         ...
 
-    async def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
+    async def validate_change(self, record: RunRecord, requested: Settings, values: Mapping[str, float]) -> None:
         """Validate new settings in limited time; raises `InvalidRunError`."""
         ...
 
@@ -216,8 +216,9 @@ class ControlService:
             known = ", ".join(SettingsPatch.model_fields)
             raise InvalidRunError([ProblemView(path="", message=f"nothing to change: set at least one of {known}")])
         if not record.state.is_terminal:
+            requested = requested_settings(record.settings, await self.store.changes(run_id))
             async with self._validation_slot():
-                await self.factory.validate_change(record, values)
+                await self.factory.validate_change(record, requested, values)
         await self.store.change(run_id, values)
         self._wake()
         return await self.view(run_id)

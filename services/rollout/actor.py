@@ -53,8 +53,8 @@ MAX_RESTARTS = -1
 """Unlimited."""
 
 
-def worker_name(run_id: str, index: int) -> str:
-    """Return the actor's name and buffer id."""
+def worker_name(run_id: str, index: int | str) -> str:
+    """Return the actor's name and buffer id; the names' common prefix for an empty index."""
     return f"env-worker-{run_id}-{index}"
 
 

@@ -10,8 +10,9 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from offbeat.deploy.components import actor_pool, ray_names
+from offbeat.deploy.components import actor_pool, env_workers, ray_names
 from offbeat.deploy.components.env_workers import WorkerPool
+from offbeat.deploy.components.ray_actors import list_actor_names
 from offbeat.deploy.config.loader import load_run
 from offbeat.deploy.run_setup import prepare_folder
 from offbeat.services.control.interfaces import Health, Observation
@@ -85,6 +86,30 @@ async def test_a_hung_or_lost_worker_is_restarted_where_there_is_room(
     await wait_until(run.ready, WAIT_S)
     assert pid_of("pool") not in (first, second)
     assert any("hung for" in each.detail for each in run.seen)
+
+
+async def test_surplus_workers_beyond_a_gap_of_their_numbers_are_stopped(
+    cluster: Any, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worker 1 has exited; worker 2 hangs, and is killed after its grace time."""
+    monkeypatch.setattr(env_workers, "STOP_GRACE_S", 3.0)
+    config = load_run(
+        QUICKSTART, [f"output_dir={tmp_path}", "exp_name=gap", "rollout.num_workers=3", "rollout.cpus_per_worker=0.25"]
+    )
+    prepare_folder(config)
+    pool = WorkerPool(config, redis_url)
+    join(cluster)
+    await wait_until(Reconciling(pool).ready, WAIT_S)
+    hung: Any = ray.get_actor(worker_name("gap", 2), namespace=ray_names.NAMESPACE)
+    os.kill(int(ray.get(hung.alive.remote(), timeout=60.0)["pid"]), signal.SIGSTOP)
+    ray.kill(ray.get_actor(worker_name("gap", 1), namespace=ray_names.NAMESPACE), no_restart=True)
+
+    async def only_the_first_is_left() -> bool:
+        await pool.resize(1)
+        return [name for name in list_actor_names() if name.startswith("env-worker-gap-")] == [worker_name("gap", 0)]
+
+    await wait_until(only_the_first_is_left, WAIT_S)
+    assert (await pool.observe()).health is Health.READY
 
 
 async def _changed(run: Reconciling, pid: int) -> bool:

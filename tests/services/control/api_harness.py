@@ -57,8 +57,8 @@ class FakeRunFactory(PackagedRecipes):
         folder = tree.get("output_dir", f"/runs/{name}")
         return RunSpec(name, json.dumps(tree), folder, 7, SETTINGS, claims={"folder": folder})
 
-    async def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
-        del record
+    async def validate_change(self, record: RunRecord, requested: Settings, values: Mapping[str, float]) -> None:
+        del record, requested
         if values.get("num_workers", 0) > MOST_WORKERS:
             raise InvalidRunError([ProblemView(path="rollout.num_workers", message="there are not enough CPUs")])
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from offbeat.deploy.cluster.run_factory import MeshRunFactory
+from offbeat.deploy.cluster.run_factory import MachineSize, MeshRunFactory
 from offbeat.services.control.api import create_api
 from offbeat.services.control.rights import Rights, Tokens
 from offbeat.services.control.service import ControlService
@@ -227,6 +227,27 @@ def test_a_configuration_beyond_the_rights_is_refused_with_the_key_to_change(
         assert problem["path"] == path
         assert key in problem["message"]
         assert client.post("/runs?dry_run=true", json=CONFIG).status_code == 200
+        client.portal.call(redis.aclose)  # type: ignore[union-attr]
+
+
+class EightCores(MeshRunFactory):
+    async def _size(self) -> MachineSize:
+        return MachineSize(cpus=8.0)
+
+
+def test_a_change_is_validated_with_those_before_it(redis_url: str, tmp_path: Path):
+    """14 workers take 7 cores, and each engine one."""
+    redis = Redis.from_url(redis_url)
+    service = ControlService(RunStore(redis), EightCores(redis, redis_url, tmp_path), wake=lambda: None)
+    with TestClient(create_api(service), base_url="http://127.0.0.1") as client:
+        assert client.post("/runs", json=CONFIG).status_code == 201
+        change = f"/runs/{CONFIG['exp_name']}"
+        assert client.patch(change, json={"num_workers": 14}).status_code == 200
+        refused = client.patch(change, json={"num_replicas": 7})
+        assert refused.status_code == 422
+        assert "need 14 CPUs" in str(refused.json()["error"]["problems"])
+        assert client.patch(change, json={"num_workers": 2}).status_code == 200
+        assert client.patch(change, json={"num_replicas": 5}).status_code == 200
         client.portal.call(redis.aclose)  # type: ignore[union-attr]
 
 
