@@ -243,6 +243,9 @@ class SlowTasksEnv(CountingEnv):
         return seed
 
 
+NO_TEXTS: dict[str, Any] = {"no_text": 3, "no_utf8": "half of a pair: \ud83d"}
+
+
 class BadEnv(CountingEnv):
     """Fails at its second step (or at `when`) in the way `how`, unless `marker` exists."""
 
@@ -263,7 +266,9 @@ class BadEnv(CountingEnv):
         observation, reward, *rest = super().step(action)
         if self.how == "nan":
             reward = float("nan")
-        return (observation if self.how != "no_text" else 3), reward, *rest  # pyright: ignore[reportReturnType]
+        if self.how in NO_TEXTS:
+            observation = NO_TEXTS[self.how]
+        return observation, reward, *rest  # pyright: ignore[reportReturnType]
 
     def _misbehave(self) -> None:
         if self.marker:

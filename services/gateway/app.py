@@ -32,6 +32,8 @@ Handler = Callable[[Request, EpisodeSession, dict[str, Any]], Awaitable[Response
 CLIENT_LEFT = 499
 MAX_BODY_BYTES = 64 << 20
 """Exceeds a policy's longest conversation."""
+CONTEXT_CHARS = 40
+"""Shown before a mistake in a body."""
 
 
 class CallerLeftError(Exception):
@@ -89,6 +91,12 @@ async def _body(request: Request) -> dict[str, Any]:
             raise InvalidCallError(f"the body has more than {MAX_BODY_BYTES >> 20} MiB")
     try:
         body = json.loads(content)
+        json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError as error:
+        before = error.object[max(0, error.start - CONTEXT_CHARS) : error.start]
+        raise InvalidCallError(
+            f"the body has half of a surrogate pair, after {before!r}: decode texts with errors='replace'"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise InvalidCallError(f"the body is no JSON: {error}") from error
     if not isinstance(body, dict):

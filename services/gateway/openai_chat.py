@@ -41,7 +41,7 @@ def read_chat(body: Body) -> ModelRequest:
         require_messages(messages),
         () if choice == "none" else _tools(read_items(body, "tools")),
         max_tokens=number(body, "max_completion_tokens", "max_tokens"),
-        num_answers=number(body, "n") or 1,
+        num_answers=_number_or(1, body, "n"),
         stop=stop_words(body.get("stop"), "stop"),
         ignored=find_ignored_parameters(body, (*forced, *shaped)),
     )
@@ -60,17 +60,22 @@ def read_completion(body: Body) -> ModelRequest:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
-    if isinstance(prompt, list) and all(isinstance(token, int) and token in TOKEN_IDS for token in prompt):
+    if isinstance(prompt, list) and all(type(token) is int and token in TOKEN_IDS for token in prompt):
         prompt = tuple(prompt)
     if not isinstance(prompt, str | tuple):
         raise InvalidCallError("prompt: one text or one list of token ids is needed")
     return ModelRequest(
         prompt=prompt,
-        max_tokens=number(body, "max_tokens") or 16,
-        num_answers=number(body, "n") or 1,
+        max_tokens=_number_or(16, body, "max_tokens"),
+        num_answers=_number_or(1, body, "n"),
         stop=stop_words(body.get("stop"), "stop"),
         ignored=find_ignored_parameters(body, ("logprobs",) if body.get("logprobs") else ()),
     )
+
+
+def _number_or(default: int, body: Body, key: str) -> int:
+    value = number(body, key)
+    return default if value is None else value
 
 
 def _message(message: Any, index: int) -> ChatMessage:

@@ -98,7 +98,7 @@ def read_seats(env: TextEnv) -> tuple[str, ...]:
 
 
 def do_reset(env: TextEnv, seed: int) -> Opening:
-    """Reset; raise TypeError unless the observation is text."""
+    """Reset; raise TypeError or ValueError unless the observation is text."""
     observation, info = env.reset(seed=seed)
     return Opening(_text(observation), str(info.get("seat", "")) if read_seats(env) else "")
 
@@ -108,7 +108,7 @@ def do_step(env: TextEnv, action: str) -> StepResult:
 
     Raises:
         TypeError: the observation is not text.
-        ValueError: a reward is not finite.
+        ValueError: it has half of a surrogate pair, or a reward is not finite.
     """
     observation, reward, terminated, truncated, info = env.step(action)
     value = float(reward)
@@ -144,6 +144,12 @@ def render_png(env: TextEnv) -> bytes:
 def _text(observation: object) -> str:
     if not isinstance(observation, str):
         raise TypeError(f"the env's observation is a {type(observation).__name__}: only text is supported")
+    try:
+        observation.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the env's observation has half of a surrogate pair: decode texts with errors='replace': {error}"
+        ) from error
     return observation
 
 

@@ -1,6 +1,8 @@
 """Routes without a server, with a policy that follows a script."""
 
 import json
+import math
+import re
 from typing import Any
 
 import httpx
@@ -46,3 +48,29 @@ async def test_an_answer_that_is_not_sent_is_not_delivered(hermes: ChatTemplate,
     session = session_of(Scripted(hermes, ["yes"]))
     response = await post(session, "/v1/chat/completions", {"messages": HELLO})
     assert (response.status_code, [node.delivered for node in session.tree.nodes]) == (500, [False])
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"messages": [{"role": "user", "content": "cut \ud83d"}]}, "half of a surrogate pair after .*cut "),
+        ({"metadata": {"a": math.nan}}, "the body is no JSON"),
+        ({"n": 0}, "n is 0"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+    ],
+)
+async def test_a_body_that_can_not_be_answered_is_refused(hermes: ChatTemplate, changes: dict[str, Any], problem: str):
+    session = session_of(Scripted(hermes, []))
+    response = await post(session, "/v1/chat/completions", {"messages": HELLO, **changes})
+    assert (response.status_code, session.tree.nodes) == (400, [])
+    assert re.search(problem, response.json()["error"]["message"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"), [({"n": 0}, "n is 0"), ({"max_tokens": 0}, "is 0"), ({"prompt": [True, 5]}, "token ids")]
+)
+async def test_a_completion_without_anything_to_sample_is_refused(
+    hermes: ChatTemplate, changes: dict[str, Any], problem: str
+):
+    response = await post(session_of(Scripted(hermes, [])), "/v1/completions", {"prompt": [5, 6], **changes})
+    assert (response.status_code, problem in response.json()["error"]["message"]) == (400, True)

@@ -94,13 +94,14 @@ RAISING = [
     ("step", "exit", "step_error"),
     ("step", "nan", "step_error"),
     ("step", "no_text", "step_error"),
+    ("step", "no_utf8", "step_error"),
 ]
 
 
 @pytest.mark.parametrize(
     ("kind", "when", "how", "reason"),
     [(kind, *case) for kind in ("inline", "thread") for case in RAISING]
-    + [("process", *RAISING[0]), ("process", *RAISING[4])],
+    + [("process", *RAISING[0]), ("process", *RAISING[4]), ("process", *RAISING[-1])],
 )
 async def test_whatever_an_env_raises_is_an_episodes_failure(kind: str, when: str, how: str, reason: str):
     async with running(kind, spec("BadEnv", how=how, when=when)) as runner:
