@@ -30,6 +30,7 @@ from offbeat.services.redis.incarnation import KnownIncarnation, uid_of
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.transports.base import AdapterSettings, Stored, Transport
 from offbeat.services.weights.transports.counting import CountingTransport
+from offbeat.services.weights.transports.device import DeviceTransport
 from offbeat.services.weights.transports.factory import make_transport
 from offbeat.services.weights.transports.lora import AdapterTransport
 
@@ -132,8 +133,11 @@ class RedisWeightPublisher:
 
     def _delete_unnamed(self, fallen_out: list[Manifest]) -> None:
         """Delete versions that are not kept, and their bases, unless a kept one names them."""
-        if fallen_out:
-            for location in sorted(_locations(fallen_out) - _locations(self._manifests().values())):
+        transport = self._transport
+        # What Redis forgot: the broker collects files, but not memory
+        held = transport.held if isinstance(transport, DeviceTransport) else frozenset[str]()
+        if unneeded := _locations(fallen_out) | held:
+            for location in sorted(unneeded - _locations(self._manifests().values())):
                 self._delete(location)
 
     def _delete(self, location: str) -> None:

@@ -78,6 +78,11 @@ class DeviceTransport:
         self._serving: threading.Thread | None = None
         self._closed = threading.Event()
 
+    @property
+    def held(self) -> frozenset[str]:
+        """Return the locations of the versions in memory."""
+        return frozenset(self._held)
+
     def copies(self, tensors: "Iterable[tuple[str, Tensor]]") -> HeldTensors:
         return {name: tensor.detach().to(published_dtype(tensor, self._dtype), copy=True) for name, tensor in tensors}
 

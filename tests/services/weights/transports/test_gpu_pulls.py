@@ -12,11 +12,15 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from offbeat.services.errors import RetryableError, WeightsError
+from offbeat.services.keys import RunKeys
 from offbeat.services.messages.types import Manifest
 from offbeat.services.redis.connection import OutageRetry
+from offbeat.services.weights.config import WeightsConfig
+from offbeat.services.weights.publisher import RedisWeightPublisher
 from offbeat.services.weights.transports import device, gpu_pulls
 from offbeat.services.weights.transports.device import DeviceTransport, HeldTensors, checksum
 from offbeat.services.weights.transports.gpu_pulls import PullServer, TensorPull
+from tests.services.weights.publishing import give_lease
 from tests.waiting import wait_until_sync
 
 pytestmark = pytest.mark.slow
@@ -113,6 +117,24 @@ def test_a_version_that_was_collected_is_refused(
         pass
     with replica.fetch(new) as path:
         assert isinstance(path, Path)
+
+
+def test_versions_that_redis_forgot_leave_the_learners_memory(
+    learner: Callable[..., DeviceTransport], server: redis.Redis, tmp_path: Path
+) -> None:
+    transport, keys = learner(), RunKeys(RUN)
+    give_lease(server, RUN, 1)
+    publisher = RedisWeightPublisher(server, RUN, WeightsConfig(transport="fs", keep_versions=2), 1, tmp_path)
+    publisher._transport = transport
+    for version in range(8):
+        if version in (3, 6):
+            server.delete(keys.manifests, keys.progress)
+        publisher.publish(version, version, [("w", torch.zeros(4))])
+        publisher.flush()
+        assert {int(each) for each in server.hkeys(keys.manifests)} == {  # pyright: ignore[reportUnknownVariableType]
+            int(location.rpartition("/v")[2].split("-")[0]) for location in transport.held
+        }
+    publisher.close()
 
 
 def test_a_replica_that_fails_does_not_keep_others_waiting(
