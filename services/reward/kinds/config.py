@@ -62,6 +62,8 @@ class MathRuleConfig(_PatternConfig):
     r"""1 if the last `\boxed{}` equals `ground_truth` by math-verify; too costly answers are wrong."""
 
     kind: Literal["math_rule"]
+    max_concurrent: int = Field(default=1, ge=1)
+    """Concurrent calls per env worker, whose one process compares one by one; further calls wait within `timeout_s`."""
 
 
 class MultipleChoiceConfig(_PatternConfig):

@@ -1,9 +1,14 @@
+import asyncio
+import threading
 import time
 
 import pytest
 
+from offbeat.services.reward.caller import RewardCaller
 from offbeat.services.reward.errors import Failure, RewardError
-from tests.services.reward.samples import score
+from offbeat.services.reward.function import ThreadedFunction
+from offbeat.services.reward.sample import RewardSample
+from tests.services.reward.samples import config_of, sample, score
 
 
 @pytest.mark.parametrize(
@@ -41,6 +46,22 @@ def test_an_answer_too_costly_to_evaluate_is_wrong_at_once(answer: str):
     began = time.monotonic()
     assert score("math_rule", rf"\boxed{{{answer}}}", "7") == 0.0
     assert time.monotonic() - began < 20
+
+
+async def test_answers_wait_for_a_costly_one_outside_of_their_time():
+    """One process makes the comparisons, whatever the number of threads."""
+    process = threading.Lock()
+
+    def compare(_: RewardSample) -> float:
+        with process:
+            time.sleep(0.25)
+        return 1.0
+
+    config = config_of("math_rule", timeout_s=1.0, max_attempts=1)
+    function = ThreadedFunction(compare, num_threads=config.max_concurrent, timeout_s=config.timeout_s)
+    caller = RewardCaller(config, function)
+    assert await asyncio.gather(*(caller.score(sample(str(number))) for number in range(6))) == [1.0] * 6
+    await caller.close()
 
 
 def test_a_row_without_ground_truth_is_no_zero():
