@@ -4,6 +4,7 @@ import math
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ def steps_of_epochs(config: RunConfig) -> int | None:
             num_rows = len(open_rows(data.dataset_name))
     except ValueError:
         return None  # the file has its own issue
-    return max(1, math.ceil(data.num_train_epochs * num_rows / config.groups_per_step))
+    epochs = Fraction(str(data.num_train_epochs))  # as written: as floats, .55 times 100 rows are more than 55
+    return max(1, math.ceil(epochs * num_rows / config.groups_per_step))
 
 
 def check_epochs(config: RunConfig) -> ConfigIssue | None:

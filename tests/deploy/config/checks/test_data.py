@@ -50,6 +50,12 @@ def test_epochs_imply_the_steps(tmp_path: Path):
     assert "7 disagrees with data.num_train_epochs, which implies 10" in issues["max_steps"]
 
 
+def test_a_fraction_of_epochs_is_taken_as_it_is_written(tmp_path: Path):
+    """As floats, 2.2 times 25 are more than 55 rows."""
+    write_rows(tmp_path / "rows.jsonl", conversations(25))
+    assert load(tmp_path, "sft", "data.num_train_epochs=2.2", "rollout_batch_size=5", "max_steps=11").max_steps == 11
+
+
 def test_a_group_is_a_row_in_the_order_of_the_seed(tmp_path: Path):
     for pipeline, size in (("sft", 1), ("dpo", 2), ("distill", 1), ("reward_model", 2)):
         (tmp_path / pipeline).mkdir()
