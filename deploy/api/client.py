@@ -4,11 +4,13 @@ import asyncio
 import json
 import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import pandas as pd
 
+from offbeat.deploy.config.loader import compose_document
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.token_file import find_token
 from offbeat.services.control.client import ControlClient
@@ -68,13 +70,20 @@ class Client:
             self._thread.join()
             self._loop.close()
 
-    def create(self, config: RunConfig) -> RunView:
-        """Start a run."""
-        return self._call(self._client.create(config.model_dump_json()))
+    def create(self, config: RunConfig | str | Path, overrides: Sequence[str] = ()) -> RunView:
+        """Start a run.
 
-    def validate(self, config: RunConfig) -> None:
-        """Check whether a run could start."""
-        self._call(self._client.validate(config.model_dump_json()))
+        config: a YAML file, for which the mesh chooses devices, or a configuration, which `load_config` has fitted to this
+        machine. overrides: `key=value`, with a file.
+
+        Raises:
+            ConfigError: the file is unreadable.
+        """
+        return self._call(self._client.create(_to_document(config, overrides)))
+
+    def validate(self, config: RunConfig | str | Path, overrides: Sequence[str] = ()) -> None:
+        """Check whether a run could start; see `create`."""
+        self._call(self._client.validate(_to_document(config, overrides)))
 
     def list(self, *, states: Sequence[str] = (), name: str = "*") -> "list[str]":
         """Return ids, newest first. states: `running`, `finished`, ...; name: a glob."""
@@ -186,3 +195,11 @@ class Client:
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+
+def _to_document(config: RunConfig | str | Path, overrides: Sequence[str]) -> str:
+    if not isinstance(config, RunConfig):
+        return compose_document(Path(config), overrides)
+    if overrides:
+        raise ValueError("overrides are applied by load_config: create(load_config(path, overrides))")
+    return config.model_dump_json()

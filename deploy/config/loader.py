@@ -233,10 +233,14 @@ def packaged_configs() -> dict[str, str]:
 
 
 def _first_comment(file: Path) -> str:
+    """Return the file's first comment, up to a line that ends a sentence."""
+    words: list[str] = []
     for line in file.read_text(encoding="utf-8").splitlines():
         if line.startswith("# ") and not line.startswith(("# @", "# yaml-language-server:")):
-            return line.removeprefix("# ").rstrip(".:")
-    return ""
+            words.append(line.removeprefix("# "))
+        if words and (not line.startswith("# ") or line.endswith((".", ":"))):
+            break
+    return " ".join(words).rstrip(".:")
 
 
 def parse_document(text: str) -> dict[str, Any]:
@@ -292,6 +296,11 @@ def resolve_paths(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
     for _, env in find_keys(resolved, "custom_envs.*.env_config"):
         _resolve_env_paths(env, folder)
     return resolved
+
+
+def compose_document(path: Path, overrides: Sequence[str] = ()) -> str:
+    """Return a file as the JSON that `POST /runs` takes; the mesh chooses devices. Raises `ConfigError`."""
+    return json.dumps(resolve_paths(compose_tree(path, overrides), Path.cwd()))
 
 
 def _is_local_path(pattern: str, value: object, folder: Path) -> bool:

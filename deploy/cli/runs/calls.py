@@ -18,7 +18,7 @@ from rich.text import Text
 
 from offbeat.deploy.cli.runs.tables import run_table, runs_table
 from offbeat.deploy.config.errors import ConfigError
-from offbeat.deploy.config.loader import compose_tree, resolve_paths
+from offbeat.deploy.config.loader import compose_document
 from offbeat.deploy.token_file import TOKEN_FILE, find_token
 from offbeat.services.control.client import ControlClient, ControlRefusedError
 from offbeat.services.control.schemas import ErrorBody, RunView
@@ -91,17 +91,17 @@ def start_run(
     url: str, token: str | None, config: Path, overrides: Sequence[str], *, dry_run: bool, as_json: bool
 ) -> int:
     try:
-        tree = resolve_paths(compose_tree(config, overrides), Path.cwd())
+        document = compose_document(config, overrides)
     except ConfigError as error:
         print_message(f"{config}: {error}")
         return REFUSED
 
     async def ask(client: ControlClient) -> int:
         if dry_run:
-            await client.validate(json.dumps(tree))
+            await client.validate(document)
             print_message("valid")
             return DONE
-        view = await client.create(json.dumps(tree))
+        view = await client.create(document)
         return show_answer(view, as_json=as_json, otherwise=lambda: view.id)
 
     return call(url, token, ask)

@@ -11,6 +11,7 @@ import pytest
 import offbeat
 from offbeat.services.control.run import RunState
 from tests.deploy.console.folders import write_run
+from tests.paths import QUICKSTART
 from tests.services.control.api_harness import api_harness
 from tests.services.control.test_event_stream import served
 
@@ -47,6 +48,18 @@ async def test_what_is_recorded_of_a_run_comes_as_tables(url: str) -> None:
     assert by_trajectories["learner/reward"].to_dict() == {5.0: 0.5, 10.0: 1.0, 15.0: 1.5}
     assert (trajectory.step, trajectory.reward, len(trajectory.segments[0].ratio)) == (3, 1.0, 9)
     assert compared.differences["seed"] == [4, 5]
+
+
+async def test_a_run_is_started_from_a_file_or_a_configuration(url: str) -> None:
+    def create() -> Any:
+        with offbeat.connect(url) as client:
+            config = offbeat.load_config(QUICKSTART, ["exp_name=loaded"])
+            with pytest.raises(ValueError, match="overrides are applied by load_config"):
+                client.create(config, ["seed=2"])
+            client.validate(QUICKSTART)
+            return client.create(QUICKSTART, ["exp_name=file"]).id, client.create(config).id
+
+    assert await asyncio.to_thread(create) == ("file", "loaded")
 
 
 async def test_a_client_is_closed_once_however_often_it_is_asked(url: str) -> None:

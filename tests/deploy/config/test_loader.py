@@ -1,3 +1,4 @@
+import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,9 +10,11 @@ from omegaconf import OmegaConf
 
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import (
+    compose_document,
     compose_tree,
     dump_yaml,
     load_run,
+    packaged_configs,
     parse_document,
     read_document,
     read_run,
@@ -332,6 +335,19 @@ def test_keys_that_only_other_keys_read_are_variables(tmp_path: Path):
     path.write_text(ROLL_RUN + "batch: 32\n")
     assert set(refused(path=path)) == {"batch"}
     assert set(refused("turnz=5", path=path)) == {"batch", "turnz"}
+
+
+def test_a_document_for_a_mesh_has_absolute_paths_and_no_devices_of_this_machine(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(QUICKSTART.parent)
+    tree = json.loads(compose_document(Path(QUICKSTART.name), ["exp_name=lake"]))
+    assert (tree["exp_name"], tree["output_dir"]) == ("lake", str(QUICKSTART.parent / "runs/quickstart"))
+    assert not any("device" in tree.get(role, {}) for role in ("actor_train", "actor_infer"))
+
+
+def test_first_comments_are_whole_sentences():
+    abouts = packaged_configs()
+    assert abouts["rlvr_vision"].endswith("from random weights. Two CPU cores")
+    assert all(abouts.values())
 
 
 def test_the_saved_configuration_of_a_moved_run_names_its_new_folder(tmp_path: Path):
