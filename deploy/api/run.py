@@ -33,7 +33,8 @@ from offbeat.services.telemetry import MetricRecord, Partial
 from offbeat.trainer.trackers.metrics_file import METRICS_FILE, read_records
 
 State = Literal["running", "finished", "stopped", "failed"]
-EXIT_STATES: dict[int, State] = {0: "finished", 130: "stopped"}
+EXIT_STATES: dict[int, State] = {0: "finished", 6: "finished", 130: "stopped"}
+"""Of `offbeat train`; 6 if no step had a gradient, which the report explains."""
 POLL_S = 0.2
 TAIL_LINES = 30
 
@@ -133,8 +134,8 @@ class Run:
 
     @property
     def state(self) -> State:
-        """`running`, `finished` (all steps trained), `stopped` (can be resumed), or `failed`, known only to the `Run`
-        of `train`.
+        """`running`, `finished` (all steps, also without a gradient), `stopped` (can be resumed), or `failed`, known only
+        to the `Run` of `train`.
         """
         code = None if self._process is None else self._process.poll()
         if code is not None:

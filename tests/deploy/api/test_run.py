@@ -30,6 +30,14 @@ def test_an_ended_run_signals_no_process_that_has_its_pid(run: Run, stranger: "s
     assert stranger.poll() is None
 
 
+@pytest.mark.parametrize(("code", "state"), [(0, "finished"), (6, "finished"), (130, "stopped"), (1, "failed")])
+def test_the_exit_code_names_the_end(code: int, state: str, tmp_path: Path):
+    """6: finished without having trained anything, as REST and `Run.open` say, too."""
+    with subprocess.Popen(["sh", "-c", f"exit {code}"]) as process:
+        process.wait()
+    assert Run(tmp_path, process=process).state == state
+
+
 def test_a_run_of_another_host_runs_and_gets_no_signal(run: Run, stranger: "subprocess.Popen[bytes]"):
     with locked(run.folder):
         (run.folder / LOCK).write_bytes(LockHolder(stranger.pid, "boot/pid:[1]", "node-3").encode())
