@@ -123,7 +123,8 @@ def list_names() -> list[str]:
 
 def describe(env_type: str) -> str:
     """Return the docstring's first line; raises ValueError for an unknown env."""
-    return (inspect.getdoc(find_factory(env_type)) or "").partition("\n")[0]
+    own = find_factory(env_type).__doc__  # of gymnasium.Env for a class without one, by `inspect.getdoc`
+    return inspect.cleandoc(own or "").partition("\n")[0]
 
 
 def setting_names(env_type: str) -> list[str]:

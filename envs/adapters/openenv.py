@@ -39,6 +39,8 @@ class OpenEnvConfig(Config):
 
 
 class OpenEnvEnv(TextEnv):
+    """Env of an OpenEnv server, whose actions are answers."""
+
     config_class: ClassVar[type[OpenEnvConfig]] = OpenEnvConfig
 
     def __init__(self, config: OpenEnvConfig) -> None:

@@ -36,6 +36,8 @@ class ToolEnvConfig(Config):
 
 
 class ToolEnv(gymnasium.Env[str, str]):
+    """Any env, with tools that an answer may call instead of acting."""
+
     metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # pyright: ignore[reportIncompatibleVariableOverride]
     config_class: ClassVar[type[ToolEnvConfig]] = ToolEnvConfig
 

@@ -61,7 +61,9 @@ def make_sampler(custom_envs: Mapping[str, CustomEnv], manager: EnvManagerConfig
     try:
         sampler = load_object(sampler_config.path)(manager.tags_of(custom_envs), **sampler_config.args)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{sampler_config.path} can't be made: {error}") from error
+        raise ValueError(
+            f"{sampler_config.path} can't be made: {error}; it is called with the tags, and args"
+        ) from error
     if missing := [name for name in ("draw", "learn", "state_dict", "load_state_dict") if not hasattr(sampler, name)]:
         raise ValueError(
             f"{sampler_config.path} has no method {missing[0]}: it must be as offbeat.envs.task_samplers.TaskSampler"

@@ -155,3 +155,9 @@ def test_the_registry_imports_no_heavy_library():
     run = [sys.executable, "-c", program]
     done = subprocess.run(run, capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("env_type", sorted(registry.BUILT_IN))
+def test_a_built_in_env_is_described_in_its_own_words(env_type: str):
+    assert registry.describe(env_type)
+    assert registry.describe(env_type) != (gymnasium.Env.__doc__ or "").partition("\n")[0]

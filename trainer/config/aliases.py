@@ -104,7 +104,7 @@ NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "batch_adjust_mode": (("auto",), "a batch of any number of trajectories is divided over the processes as it is"),
     "rpc_timeout": (
         (None,),
-        "each wait has a limit of its own: actor_train.backend_timeout, rollout.episode_timeout_s, ...",
+        "each wait has a limit of its own: actor_train.backend_timeout, custom_envs.TAG.episode_timeout_s, ...",
     ),
     "profiler_memory": ((False,), "there is no profiler"),
     "profiler_timeline": ((False,), "there is no profiler"),
@@ -120,6 +120,10 @@ UNUSED_PARTS: dict[str, str] = {
     "actor_infer.training_args": "engines do not train: set actor_train.training_args",
     **{f"{role}.training_args": "a frozen model is not trained" for role in ("reference", "teacher.*")},
     **{f"{role}.generating_args": SAMPLING_ONLY for role in ROLES if role != "actor_infer"},
+    **{
+        f"actor_infer.model_args.lora_{name}": "engines have the adapters of actor_train.model_args.lora_*"
+        for name in ("rank", "alpha", "target", "dropout")
+    },
     "critic.strategy_args": "the critic is trained by actor_train.strategy_args",
     **{f"{role}.model_args.model_name_or_path": "the policy's folder is pretrain" for role in ROLES[:2]},
     "actor_infer.infer_batch_size": f"an engine batches up to {ENGINE}.max_num_seqs turns",

@@ -64,4 +64,5 @@ class ConditionalConfig(Config):
 
 
 def _format(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+    """Return a value as YAML has it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -36,7 +36,7 @@ class RewardShaping(ConditionalConfig):
     overlong_buffer: Annotated[int, OnlyWith(overlong_max_length=SET)] = Field(default=1, ge=1)
     """Tokens below `overlong_max_length` over which the penalty grows from 0."""
     overlong_penalty: Annotated[float, OnlyWith(overlong_max_length=SET)] = Field(default=1.0, gt=0)
-    """Env metric, mean over turns, clamped to [0, 1]."""
+    """Greatest penalty, from `overlong_max_length` on."""
     response_length_penalty_coef: float = Field(default=0.0, ge=0)
     """Penalty per sampled token."""
     format_penalty: float = Field(default=0.0, ge=0)

@@ -9,8 +9,9 @@ from offbeat.services.live_settings import LIVE_SETTINGS
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_TINKER_URL = f"{DEFAULT_URL}/tinker"
 EXIT_CODES = """Exit codes: 0 done; 1 the service can't be reached or failed, or the watched run has failed; 2 the
-configuration, a value or the command line was refused; 3 there is no such run; 4 it makes no sense for what a run is at;
-5 the token is missing or wrong."""
+configuration, a value or the command line was refused; 3 there is no such run; 4 it makes no sense for what a run is at,
+or another run has the same folder or engine; 5 the token is missing or wrong, or the configuration is beyond its rights;
+6 the watched run finished without having trained anything."""
 
 runs_app = typer.Typer(
     help="Start, control and watch runs over REST.",

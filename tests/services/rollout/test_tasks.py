@@ -96,7 +96,7 @@ def test_a_sampler_may_name_the_seed_too():
         ("offbeat.envs.task_samplers:Nothing", {}, "has no attribute 'Nothing'"),
         ("envs.no_such:Thing", {}, "No module named"),
         (LEVELS, {"at": 2.0}, r"at in \(0, 1\]"),
-        (LEVELS, {"speed": 1}, "unexpected keyword argument 'speed'"),
+        (LEVELS, {"speed": 1}, "unexpected keyword argument 'speed'; it is called with the tags"),
         ("collections:Counter", {}, "has no method draw"),
         (f"{__name__}:Fixed", {"tag": "Pond"}, "tag 'Pond', which training does not have"),
         (f"{__name__}:Fixed", {"seed": -1}, "seed -1, which is not in"),

@@ -161,12 +161,14 @@ def test_a_role_has_each_part_or_a_reason(role: str):
 
 def test_a_part_without_a_use_is_refused_with_the_reason():
     values = ["+reference.training_args.learning_rate=1.0", "+actor_infer.infer_batch_size=4"]
+    values += ["+actor_infer.model_args.lora_rank=8"]
     values += ["+teacher.big={model_args: {model_name_or_path: big}, generating_args: {temperature: 1.0}}"]
     with pytest.raises(ConfigError) as refused:
         load_run(QUICKSTART, values)
     found = {issue.path: issue.message for issue in refused.value.issues}
     assert "(a frozen model is not trained)" in found["reference.training_args"]
     assert "max_num_seqs" in found["actor_infer.infer_batch_size"]
+    assert "actor_train.model_args.lora_*" in found["actor_infer.model_args.lora_rank"]
     assert "only engines sample" in found["teacher.big.generating_args"]
 
 

@@ -54,7 +54,7 @@ def test_key_without_effect_is_rejected_with_remedy(settings: dict, path: str, s
 @pytest.mark.parametrize(
     ("table", "settings", "says"),
     [
-        (RewardNormalization, {"method": "mean", "norm_std_type": "batch"}, "method"),
+        (RewardNormalization, {"method": "mean", "norm_std_type": "batch"}, "or take method=null"),
         (RewardShaping, {"overlong_buffer": 5}, "overlong_max_length"),
         (RewardShaping, {"format_metric": "x"}, "format_penalty"),
         (MismatchFilter, {}, "ratio_low"),
