@@ -69,7 +69,7 @@ class ImageProcessor:
 
         try:
             image = np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
-        except (OSError, SyntaxError) as error:
+        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
             raise ValueError(f"an image that can't be read: {error}") from error
         features = self._processor(images=[image], return_tensors="np")
         frames, height, width = (int(n) for n in features["image_grid_thw"][0])

@@ -37,7 +37,7 @@ def _read(value: Any, folder: Path, name: str) -> bytes:
     try:
         png = value if value.startswith(PNG) else _to_png(value)
         check_png(png)
-    except (ValueError, OSError, SyntaxError) as error:
+    except (ValueError, OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ConversationError(f"{name}: {error}") from error
     return png
 
@@ -53,6 +53,8 @@ def _read_data(url: str, name: str) -> bytes:
 
 
 def _read_file(folder: Path, path: str, name: str) -> bytes:
+    if "\0" in path:
+        raise ConversationError(f"{name}: {path!r} is no path")
     file = (folder / path).resolve()
     if not file.is_relative_to(folder.resolve()):
         raise ConversationError(f"{name}: {path} is outside the dataset's folder")

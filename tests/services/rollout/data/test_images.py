@@ -3,6 +3,8 @@
 import base64
 import io
 import json
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,16 @@ def test_an_image_column_of_datasets_names_files_of_its_folder_alone(policy: Pat
         sources[1].trajectory(0, 0, 0)
 
 
+SIDE = 30_000
+HUGE_BMP = struct.pack("<2sIHHIIiiHHIIiiII", b"BM", 54, 0, 0, 54, 40, SIDE, SIDE, 1, 24, 0, 0, 0, 0, 0, 0)
+HEADER = b"IHDR" + struct.pack(">IIBBBBB", SIDE, SIDE, 8, 2, 0, 0, 0)
+HUGE_PNG = b"\x89PNG\r\n\x1a\n\0\0\0\r" + HEADER + struct.pack(">II", zlib.crc32(HEADER), 0) + b"IDAT"
+
+
+def data_url(image: bytes) -> str:
+    return f"data:image;base64,{base64.b64encode(image).decode()}"
+
+
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
@@ -141,6 +153,9 @@ def test_an_image_column_of_datasets_names_files_of_its_folder_alone(policy: Pat
         ({"messages": [ASK, ANSWER], "images": ["one.png", "two.png"]}, "2 images for 1 image parts"),
         ({"messages": [ASK, ANSWER], "images": ["three.png"]}, "three.png can't be read: No such file"),
         ({"messages": [ASK, ANSWER], "images": ["../secret.png"]}, "outside the dataset's folder"),
+        ({"messages": [ASK, ANSWER], "images": ["a\0b"]}, "is no path"),
+        ({"messages": [ASK, ANSWER], "images": [data_url(HUGE_BMP)]}, "Image size (900000000 pixels)"),
+        ({"messages": [ASK, ANSWER], "images": [data_url(HUGE_PNG)]}, "Image size (900000000 pixels)"),
         ({"messages": [ASK, ANSWER], "images": ["rows.jsonl"]}, "cannot identify image"),
         ({"messages": [ASK, ANSWER], "images": 1}, "expected an image or a list of them, got int"),
         (
