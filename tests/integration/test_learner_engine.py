@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import JsonValue
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -61,9 +62,11 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.fixture
 def engine(folder: Path, ranks: Ranks) -> EngineFactory:
-    def build(stage: int = 0, dtype: str = "float32", training: TrainingArgs = SMOOTH) -> DeepSpeedEngine:
+    def build(
+        stage: int = 0, dtype: str = "float32", training: TrainingArgs = SMOOTH, **settings: JsonValue
+    ) -> DeepSpeedEngine:
         args = ModelArgs.model_validate({"dtype": dtype})
-        strategy = StrategyArgs.model_validate({"zero_stage": stage})
+        strategy = StrategyArgs.model_validate({"zero_stage": stage, "strategy_config": settings})
         return DeepSpeedEngine(load_policy(folder, args, seed=1), training, strategy, ranks)
 
     return build
@@ -223,6 +226,26 @@ def test_a_loaded_engine_continues_with_the_settings_that_it_has_now(
         fresh.load(tmp_path)
         fresh.train(fixed_batch(), nll, HYPER)
         assert not torch.equal(weights_of(fresh)[name], weights_of(saved)[name]), given
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_optimizer_in_the_hosts_memory_learns_the_same(engine: EngineFactory, stage: int, tmp_path: Path) -> None:
+    offload: dict[str, JsonValue] = {"offload_optimizer": {"device": "cpu"}}
+    resident, moved, resumed = engine(stage), *(engine(stage, zero_optimization=offload) for _ in range(2))
+    for each in (resident, moved):
+        each.train(fixed_batch(), nll, HYPER)
+    moved.save(tmp_path)
+    resumed.load(tmp_path)
+    for each in (resident, moved, resumed):
+        each.train(fixed_batch(), nll, HYPER)
+    assert_same(weights_of(moved), weights_of(resident), atol=1e-6)
+    assert_same(weights_of(resumed), weights_of(moved))
+
+
+def test_a_configuration_that_deepspeed_refuses_is_an_error_of_the_configuration(engine: EngineFactory) -> None:
+    offload: JsonValue = {"offload_optimizer": {"device": "cpu"}}
+    with pytest.raises(ValueError, match="DeepSpeed refuses strategy_config: You are using ZeRO-Offload"):
+        engine(1, zero_optimization=offload, zero_force_ds_cpu_optimizer=True)
 
 
 @pytest.mark.parametrize(("written", "read"), [(0, 2), (2, 0), (2, 3), (3, 0)])

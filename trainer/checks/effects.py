@@ -198,6 +198,8 @@ def _check_zero(train: ActorTrainConfig) -> Iterator[ConfigIssue]:
             yield ConfigIssue(path, f"{settings[key]} disagrees with zero_stage {stage}: set that alone")
         elif stage != 3 and (key.startswith("stage3_") or key == "offload_param"):
             yield ConfigIssue(path, f"has no effect with zero_stage={stage}: leave it out, or take zero_stage=3")
+        elif key == "offload_optimizer" and max(stage, lowest) == 0:
+            yield ConfigIssue(path, "has no effect with zero_stage=0: leave it out, or take zero_stage=1")
 
 
 def _check_strategy(strategy: StrategyArgs) -> Iterator[ConfigIssue]:

@@ -82,9 +82,7 @@ class DeepSpeedEngine(OnRanks):
         self._kinds = tuple(groups)
         self._moments = _adamw(list(groups.values()), training, clips=stage == 0)
         config = engine_config(module, stage, dtype, 0.0 if stage == 0 else training.max_grad_norm)
-        self._engine = _deepspeed().initialize(
-            model=module, optimizer=self._moments, config=merge_settings(config, strategy.strategy_config)
-        )[0]
+        self._engine = _initialize(module, self._moments, merge_settings(config, strategy.strategy_config))
         self._engine.checkpoint_engine.load = load_deepspeed_state
         self._keep_minimum_scale()
 
@@ -221,12 +219,27 @@ class DeepSpeedLogprobModel(OnRanks):
         super().__init__(ranks)
         module.eval().requires_grad_(False).to(ranks.device)
         dtype = next(module.parameters()).dtype
-        self._engine = _deepspeed().initialize(model=module, config=engine_config(module, 3, dtype, 0.0))[0]
+        self._engine = _initialize(module, None, engine_config(module, 3, dtype, 0.0))
         self._engine.eval()
 
     @torch.no_grad()
     def infer(self, batch: Sequence[PackedInput]) -> list[Tensor]:
         return self.outputs(self._engine, batch)
+
+
+def _initialize(module: nn.Module, optimizer: torch.optim.Optimizer | None, config: dict[str, Any]) -> Any:
+    """Return DeepSpeed's engine.
+
+    Raises:
+        ValueError: DeepSpeed refuses the configuration.
+    """
+    deepspeed = _deepspeed()
+    from deepspeed.runtime.zero.utils import ZeRORuntimeException  # noqa: PLC0415
+
+    try:
+        return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+    except (AssertionError, deepspeed.DeepSpeedConfigError, ZeRORuntimeException) as error:
+        raise ValueError(f"DeepSpeed refuses strategy_config: {error}") from error
 
 
 def _layout_of(folder: Path, default: str) -> tuple[int | None, str]:
@@ -258,6 +271,7 @@ def engine_config(module: nn.Module, zero_stage: int, dtype: torch.dtype, max_gr
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
         "gradient_clipping": max_grad_norm,
+        "zero_force_ds_cpu_optimizer": False,  # with `offload_optimizer` AdamW stays ours
         "zero_optimization": {
             "stage": zero_stage,
             "overlap_comm": False,

@@ -66,6 +66,7 @@ def test_clips_need_more_than_one_optimizer_step(settings: dict[str, Any], path:
         ),
         (zero(stage3_max_live_parameters=1), f"{ZERO}.stage3_max_live_parameters"),
         (zero(offload_param={"device": "cpu"}), f"{ZERO}.offload_param"),
+        (zero(offload_optimizer={"device": "cpu"}), f"{ZERO}.offload_optimizer"),
         (zero(stage=2), f"{ZERO}.stage"),
         (strategy(gradient_clipping=0.5), "actor_train.strategy_args.strategy_config.gradient_clipping"),
         (strategy(zero_optimisation={}), "actor_train.strategy_args.strategy_config.zero_optimisation"),
@@ -93,6 +94,7 @@ def test_keys_without_effect_are_refused(settings: dict[str, Any], path: str):
         {"reward_shaping": {"format_penalty": 1.0}, "query_filter_config": {"lake": {"type": "std_filter"}}},
         strategy(zero_optimization={"reduce_bucket_size": 1000}),
         zero(stage=0),
+        zero(1, offload_optimizer={"device": "cpu"}),
         zero(3, stage=3, stage3_max_live_parameters=1, offload_param={"device": "cpu"}),
         {"pretrain": "/models/qwen", "tiny": {"num_hidden_layers": 3}},  # `offbeat train quickstart pretrain=...`
     ],
@@ -122,7 +124,7 @@ def test_a_refusal_says_what_decides_instead(settings: dict[str, Any], says: str
 
 
 def test_16_bits_are_of_zero_stage_1():
-    half = zero(stage=1)
+    half = zero(stage=1, offload_optimizer={"device": "cpu"})
     half["actor_train"]["model_args"] = {"dtype": "bfloat16"}
     assert paths(half) == []
 
