@@ -242,11 +242,12 @@ def _trained_gib(config: RunConfig, num_weights: int, args: ModelArgs, num_proce
     strategy = config.actor_train.strategy_args
     zero = strategy.strategy_config.get("zero_optimization")
     offloads = zero if isinstance(zero, dict) else ()
-    stage = 3 if strategy.strategy_name == "fsdp2_train" else strategy.zero_stage
+    # DeepSpeed's optimizer is sharded for 16 bits at zero_stage 0, too
+    stage = 3 if strategy.strategy_name == "fsdp2_train" else max(strategy.zero_stage, int(args.dtype != "float32"))
     moments = 8 if args.dtype == "float32" else 12  # with the float32 copy
     is_full = args.lora_target is None  # else gradients and moments are those of adapters
     parts = [  # by the ZeRO stage that shards them
-        (moments if is_full and "offload_optimizer" not in offloads else 0, 1),
+        (moments if is_full and (stage == 0 or "offload_optimizer" not in offloads) else 0, 1),
         (_width(args) if is_full else 0, 2),
         (_width(args) if "offload_param" not in offloads else 0, 3),
     ]

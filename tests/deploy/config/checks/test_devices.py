@@ -75,17 +75,22 @@ def test_published_versions_in_the_learners_gpu_are_counted(tmp_path: Path) -> N
         assert "or weights.transport shm" in held
 
 
+OFFLOADED = {"strategy_config": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}}
+
+
 @pytest.mark.parametrize(
     ("train", "gib"),
     [
         ({}, 16.0),
         ({"model_args": {"dtype": "bfloat16"}}, 16.0),
         ({"num_processes": 4, "strategy_args": {"zero_stage": 1}}, 10.0),
+        ({"num_processes": 4, "model_args": {"dtype": "bfloat16"}}, 7.0),
         ({"num_processes": 4, "strategy_args": {"zero_stage": 3}}, 4.0),
         ({"num_processes": 4, "strategy_args": {"strategy_name": "fsdp2_train"}}, 4.0),
         ({"model_args": {"lora_target": "q_proj"}}, 4.0),
         ({"num_processes": 4, "model_args": {"lora_target": "q_proj"}, "strategy_args": {"zero_stage": 3}}, 1.0),
-        ({"strategy_args": {"strategy_config": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}}}, 8.0),
+        ({"strategy_args": {"zero_stage": 1} | OFFLOADED}, 8.0),
+        ({"strategy_args": OFFLOADED}, 16.0),
     ],
 )
 def test_a_learners_memory_counts_what_its_strategy_shards(train: dict[str, Any], gib: float, tmp_path: Path) -> None:
@@ -257,7 +262,7 @@ def test_a_learner_that_can_not_leave_the_gpu_takes_no_turns() -> None:
     sleeping = {"strategy_args": {"strategy_config": {"enable_sleep_mode": True}}}
     problems = issues(config(half, sleeping, max_staleness=0), ONE_GPU)
     assert "zero_stage 2 or 3" in problems["actor_infer.strategy_args.strategy_config.enable_sleep_mode"]
-    offloading = {"strategy_args": {"strategy_config": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}}}
+    offloading = {"strategy_args": {"zero_stage": 1} | OFFLOADED}
     assert not turns(train=offloading).takes_turns
     reference = {"strategy_args": {"strategy_name": "deepspeed_infer"}}
     assert not turns(reference=reference).takes_turns
