@@ -1,6 +1,6 @@
 """Rows of a jsonl, json, csv or parquet file or a `datasets` folder.
 
-Invariant: no downloads; rows are memory-mapped once per process.
+Invariant: no downloads; rows are memory-mapped once per process and state of their file.
 """
 
 from collections.abc import Mapping
@@ -37,10 +37,16 @@ class Rows:
         return index if self._indices is None else self._indices[index]
 
 
-@lru_cache(maxsize=8)
 def load_rows(path: Path, question_key: str, answer_key: str, split: str) -> Rows:
-    """Load a split: `train`, `held_out` or `any`; raises ValueError for an unreadable file, missing column or no
-    rows."""
+    """Load a split: `train`, `held_out` or `any`, once per state of its file; raises ValueError for an unreadable file,
+    missing column or no rows."""
+    state = path.stat() if path.exists() else None
+    return _load_rows(path, question_key, answer_key, split, state and (state.st_mtime_ns, state.st_size))
+
+
+@lru_cache(maxsize=8)
+def _load_rows(path: Path, question_key: str, answer_key: str, split: str, state: tuple[int, int] | None) -> Rows:
+    del state
     table = read_table(path)
     for key, column in (("question_key", question_key), ("answer_key", answer_key)):
         if column not in table.column_names:

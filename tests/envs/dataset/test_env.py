@@ -43,6 +43,14 @@ def test_the_env_over_a_file_meets_the_contract(sums: str):
     assert 0 < report.bytes_per_env < 16 * 1024, "a worker holds thousands over one file"
 
 
+def test_a_file_that_changed_is_read_again(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    for question in ("old", "edited"):
+        env = make("qa", dataset_name=write(path, [{"question": question, "answer": "1"}]), split="any")
+        assert env.reset(seed=0)[0] == question
+    assert make("qa", dataset_name=str(path), split="any")._rows is env._rows
+
+
 def test_training_draws_rows_by_seed_and_never_a_held_out_one(sums: str):
     env = make("math", dataset_name=sums)
     questions = [env.reset(seed=seed)[0] for seed in range(200)]
