@@ -95,7 +95,7 @@ async def _body(request: Request) -> dict[str, Any]:
     except UnicodeEncodeError as error:
         before = error.object[max(0, error.start - CONTEXT_CHARS) : error.start]
         raise InvalidCallError(
-            f"the body has half of a surrogate pair, after {before!r}: decode texts with errors='replace'"
+            f"the body has half of a surrogate pair after {before!r}: decode texts with errors='replace'"
         ) from error
     except (ValueError, RecursionError) as error:
         raise InvalidCallError(f"the body is no JSON: {error}") from error

@@ -65,7 +65,7 @@ class DerivedRuns:
             }
 
         return await self._reproductions.begin(
-            run_id, ReproductionView(state=ReproductionState.RUNNING, step=step), work
+            record, ReproductionView(state=ReproductionState.RUNNING, step=step), work
         )
 
     async def reproduction(self, run_id: str) -> ReproductionView:
@@ -80,7 +80,7 @@ class DerivedRuns:
         def work() -> dict[str, Any]:
             return {"state": PlanState.DONE, "result": dict(self._service.factory.plan(record, settings))}
 
-        return await self._plans.begin(run_id, PlanView(state=PlanState.RUNNING), work)
+        return await self._plans.begin(record, PlanView(state=PlanState.RUNNING), work)
 
     async def newest_plan(self, run_id: str) -> PlanView:
         return await self._plans.newest(run_id)

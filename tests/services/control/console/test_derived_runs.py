@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis.exceptions import ConnectionError
 
 from offbeat.services.control.console.derived_runs import fork_config
 from offbeat.services.control.run import RunRecord, RunState
@@ -185,6 +186,40 @@ async def test_a_second_plan_is_refused(redis_url: str, runs: Path) -> None:
         finally:
             harness.factory.may_plan.set()
         assert (await plan_of(harness))["state"] == "done"
+
+
+async def test_a_result_of_a_deleted_run_is_not_its_successors(api: ApiHarness, runs: Path) -> None:
+    api.factory.may_plan.clear()
+    try:
+        await api.http.post("/runs/lake/plan")
+        await api.store.update("lake", state=RunState.FINISHED)
+        await api.client.delete("lake")
+        await api.start("lake", output_dir=str(runs / "lake"))
+        assert (await api.http.get("/runs/lake/plan")).json()["state"] == "none"
+        again = await api.http.post("/runs/lake/plan")
+        assert (again.status_code, code(again)) == (429, "too_many_plans")
+    finally:
+        api.factory.may_plan.set()
+
+    async def has_room() -> bool:
+        return (await api.http.post("/runs/pond/plan")).status_code == 202
+
+    await wait_until(has_room)
+    assert (await api.http.get("/runs/lake/plan")).json()["state"] == "none"
+
+
+async def test_a_result_waits_until_redis_takes_it(api: ApiHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    save, refusals = api.redis.set, [ConnectionError("no answer")] * 2
+
+    async def refuse_the_end(key: str, value: str) -> None:
+        if refusals and '"running"' not in value:
+            raise refusals.pop()
+        await save(key, value)
+
+    monkeypatch.setattr(api.redis, "set", refuse_the_end)
+    await api.http.post("/runs/lake/plan")
+    assert (await plan_of(api))["state"] == "done"
+    assert not refusals
 
 
 async def test_a_token_for_reading_can_neither_fork_nor_reproduce(redis_url: str, runs: Path) -> None:
