@@ -141,7 +141,7 @@ class RubricVerdict:
     def read(self, answer: str, question: Question, sample: RewardSample) -> float:
         del question
         weights = list(self._criteria_of(sample).values())
-        pattern = re.compile(rf"criterion (\d+): *{_NUMBER}(?: */ *{self._max})?", re.IGNORECASE)
+        pattern = re.compile(rf"criterion (\d+): *{_NUMBER}(?: */ *{self._max})?\.?", re.IGNORECASE)
         scores: dict[int, float] = {}
         for line in _lines(answer):
             if match := pattern.fullmatch(line):

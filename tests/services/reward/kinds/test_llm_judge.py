@@ -165,6 +165,7 @@ RUBRIC = {"Names the capital": 3.0, "Is polite": 1.0}
     ("answer", "expected"),
     [
         ("Criterion 1: 10\nCriterion 2: 0", 0.75),
+        ("Criterion 1: 10.\nCriterion 2: 4/10.", 0.85),
         ("- Criterion 2: 4/10\n- **Criterion 1: 0**", 0.1),
         ("Criterion 1: 10", None),
         ("Criterion 1: 10\nCriterion 2: 0\nCriterion 3: 10", None),
