@@ -95,7 +95,8 @@ class RedisWeightSubscriber:
             after = entries[0][1][-1][0]
 
     def fetch(self, manifest: Manifest) -> AbstractAsyncContextManager[Path]:
-        return self._reader.open(manifest, self._transport.fetch(manifest), manifest.num_bytes)
+        num_bytes = manifest.num_bytes + (manifest.anchor.num_bytes if manifest.anchor else 0)
+        return self._reader.open(manifest, self._transport.fetch(manifest), num_bytes)
 
     async def report(self, replica_id: str, version: int, load: ReplicaLoad = IDLE) -> None:
         place = this_locality()

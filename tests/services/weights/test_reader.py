@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
+from msgspec import structs
 from redis.asyncio import Redis
 
 from offbeat.services.errors import WeightsError
@@ -23,13 +24,14 @@ from offbeat.services.generation.replica import GenerationReplica
 from offbeat.services.keys import RunKeys
 from offbeat.services.messages.codec import encode_manifest
 from offbeat.services.messages.types import (
+    BaseVersion,
     Completion,
     GenerateRequest,
     Manifest,
     Sampling,
 )
 from offbeat.services.weights.config import WeightsConfig
-from offbeat.services.weights.reader import MAX_HUNG_READS, WeightReader
+from offbeat.services.weights.reader import MAX_HUNG_READS, MIN_BYTES_PER_S, WeightReader
 from offbeat.services.weights.replica_reports import ReplicaReport, decode_report
 from offbeat.services.weights.subscriber import RedisWeightSubscriber
 from offbeat.services.weights.transports.base import file_name
@@ -245,6 +247,24 @@ async def test_an_opened_version_commits_only_if_the_caller_succeeds() -> None:
     async with reader.open(manifest, opened()) as value:
         assert value == 7
     assert ends == ["badly", "badly", "well"]
+
+
+async def test_the_time_to_read_counts_the_base_of_a_version(mesh: Mesh) -> None:
+    class SlowShare(Share):
+        @contextmanager
+        def fetch(self, manifest: Manifest) -> Iterator[Path]:
+            time.sleep(0.5)
+            yield Path(manifest.location)
+
+    mesh.subscriber._transport = SlowShare(RUN, mesh.folder)
+    mesh.subscriber._reader = WeightReader(0.05)
+    base = BaseVersion("/share/v0", NOTHING, 10 * MIN_BYTES_PER_S)
+    adapter = Manifest(RUN, 1, 1, 1, "shm", "/share/v1", NOTHING, 0, (), 0.0, anchor=base)
+    async with mesh.subscriber.fetch(adapter) as path:
+        assert path == Path("/share/v1")
+    with pytest.raises(WeightsError, match=r"within 0\.05 s"):
+        async with mesh.subscriber.fetch(structs.replace(adapter, anchor=None)):
+            raise AssertionError("it was not opened")
 
 
 async def test_a_replica_ends_at_once_while_a_read_hangs(async_redis: Redis, tmp_path: Path) -> None:
