@@ -42,6 +42,8 @@ def _repack_tied_head(model: Any) -> set[str]:
     """Repack a tied head, which the layerwise reload skips; return its names."""
     tables = {path: m for path, m in model.named_modules() if isinstance(m, VocabParallelEmbedding)}
     heads = {path: module for path, module in tables.items() if isinstance(module, ParallelLMHead)}
+    if not heads:  # as in a pipeline's stages before the last, of which those in the middle have no embedding either
+        return set()
     (embedding,) = (module for path, module in tables.items() if path not in heads)
     for head in heads.values():
         head.weight = embedding.weight

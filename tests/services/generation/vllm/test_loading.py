@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from offbeat.services.generation.vllm.loading import _agrees, _probe_agrees
+from offbeat.services.generation.vllm.loading import _agrees, _probe_agrees, _repack_tied_head
 
 pytestmark = pytest.mark.slow
 
@@ -46,3 +46,7 @@ def test_rows_are_compared_with_the_files_tensors_one_after_the_other() -> None:
     assert not _agrees(object(), joined, parts[::-1])
     joined[4, 3] += 1
     assert not _agrees(object(), joined, parts)
+
+
+def test_a_stage_in_the_middle_of_a_pipeline_has_no_tied_head() -> None:
+    assert _repack_tied_head(torch.nn.Linear(2, 2)) == set()
