@@ -7,20 +7,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import TextIO
 
+from typing_extensions import Buffer
+
 
 class _Stream(io.FileIO):
     def __init__(self, descriptor: int, on_closed: Callable[[], None]) -> None:
         super().__init__(descriptor, "wb", closefd=False)
         self._on_closed = on_closed
 
-    def write(self, data: "bytes | bytearray | memoryview", /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def write(self, data: "Buffer", /) -> int:
         try:
             return super().write(data)
         except OSError as error:
             self._discard()
             if isinstance(error, BrokenPipeError):
                 self._on_closed()
-            return len(data)
+            return memoryview(data).nbytes
 
     def _discard(self) -> None:
         null = os.open(os.devnull, os.O_WRONLY)

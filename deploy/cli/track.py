@@ -88,7 +88,7 @@ def track_run(run: str, name: str, settings: Sequence[str] = (), *, console: Con
 def _tracker_kwargs(config: RunConfig, name: str, settings: Sequence[str]) -> dict[str, Any]:
     if name in IN_LEARNER:
         raise TrackError(f"{name} is written by the learner itself, while it runs: name a tracker that is sent to")
-    kwargs = dict(config.tracker_kwargs.get(name, {}))
+    kwargs: dict[str, Any] = dict(config.tracker_kwargs.get(name, {}))
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals:

@@ -107,7 +107,7 @@ def read_status(redis: Redis, run_id: str) -> LearnerStatus:
 
 
 def read_report(redis: Redis, run_id: str) -> LearnerReport:
-    values = cast(list[bytes | None], redis.hmget(RunKeys(run_id).record, LearnerReport.FIELDS))
+    values = cast(list[bytes | None], redis.hmget(RunKeys(run_id).record, list(LearnerReport.FIELDS)))
     return LearnerReport.decode(values)
 
 

@@ -96,7 +96,7 @@ def read_tests(tests: Any) -> list[tuple[str | CallTest, str, str | None]]:
 
 def lines_of(value: Any) -> str:
     """Return stdin or stdout, which may be a list of lines."""
-    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+    return "\n".join(map(str, cast(list[object], value))) if isinstance(value, list) else str(value)
 
 
 def read_call(name: str, arguments: Any, output: Any, *, unwraps: bool) -> CallTest:

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from offbeat.envs.dataset.peer import Peer, connect
 from offbeat.envs.sandbox import STARTUP_TIMEOUT_S, Limits, ProgramResult, run_python
@@ -184,4 +184,4 @@ def _find_function(peer: Peer, name: str) -> Any:
 
 def _with_lists(value: Any) -> Any:
     """Return lists for tuples, which JSON has not."""
-    return [_with_lists(each) for each in value] if isinstance(value, list | tuple) else value
+    return [_with_lists(each) for each in cast(list[Any], value)] if isinstance(value, list | tuple) else value
