@@ -12,6 +12,9 @@ from typing import Annotated, Literal, get_args, get_type_hints
 
 from offbeat.services.errors import CodecError
 
+MIN_TEMPERATURE = 0.01
+"""Lowest of training: vLLM samples at it for lower ones, and the trainer divides its logits by the one that is set."""
+
 
 @dataclass(frozen=True, slots=True)
 class SettingInfo:
@@ -21,7 +24,6 @@ class SettingInfo:
     about: str
     """Without a period."""
     ge: float | None = None
-    gt: float | None = None
     le: float | None = None
     aliases: tuple[str, ...] = ()
     """Other names, for suggestions."""
@@ -52,7 +54,12 @@ class Settings:
     ]
     temperature: Annotated[
         float,
-        SettingInfo("actor_infer.generating_args.temperature", "learner", "Sampling temperature of new groups", gt=0),
+        SettingInfo(
+            "actor_infer.generating_args.temperature",
+            "learner",
+            "Sampling temperature of new groups",
+            ge=MIN_TEMPERATURE,
+        ),
     ]
     max_staleness: Annotated[
         float,

@@ -100,7 +100,7 @@ class _Patch(BaseModel):
 def _patch_field(setting: LiveSetting) -> Any:
     info = setting.info
     about = f"{info.about} (`{info.path}`): {setting.when}."
-    return setting.type | None, Field(None, ge=info.ge, gt=info.gt, le=info.le, description=about)
+    return setting.type | None, Field(None, ge=info.ge, le=info.le, description=about)
 
 
 _patch_fields = {setting.name: _patch_field(setting) for setting in LIVE_SETTINGS.values()}

@@ -8,7 +8,7 @@ from tests.paths import QUICKSTART
 
 SEVENTH = """
     top_p: Annotated[
-        float, SettingInfo("actor_infer.generating_args.top_p", "learner", "Nucleus of sampling", gt=0, le=1)
+        float, SettingInfo("actor_infer.generating_args.top_p", "learner", "Nucleus of sampling", ge=0.1, le=1)
     ]
 """
 CHECKS = f"""

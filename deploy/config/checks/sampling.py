@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from offbeat.deploy.config.run import RunConfig
+from offbeat.services.live_settings import MIN_TEMPERATURE
 from offbeat.trainer.config.aliases import ENGINE
 from offbeat.trainer.config.estimators import WITHOUT_RATIO
 from offbeat.trainer.config.issue import ConfigIssue
@@ -20,11 +21,14 @@ def check_sampling(config: RunConfig) -> Iterator[ConfigIssue]:
             f"{ENGINE}.enable_sleep_mode=false",
         )
     args = config.actor_infer.generating_args
-    if args.temperature == 0:
-        yield ConfigIssue(
-            sampling_key(config, "temperature"),
-            "0 (greedy) has no probabilities to train on: take a positive one; evaluations are greedy in any case",
+    if args.temperature < MIN_TEMPERATURE:
+        reason = (
+            f"{args.temperature} is sampled at {MIN_TEMPERATURE} by vLLM, but the trainer divides its logits by it: "
+            f"take {MIN_TEMPERATURE} or more"
+            if args.temperature
+            else "0 (greedy) has no probabilities to train on: take a positive one; evaluations are greedy in any case"
         )
+        yield ConfigIssue(sampling_key(config, "temperature"), reason)
     cuts = {"top_p": args.top_p < 1, "top_k": args.top_k > 0}
     for key in (name for name, is_set in cuts.items() if is_set and not _ignores_cuts(config)):
         yield ConfigIssue(

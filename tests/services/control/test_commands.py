@@ -68,7 +68,7 @@ async def test_process_counts_change_at_once_and_others_when_adopted(api: ApiHar
         ({"rollout.num_workers": 1}, "rollout.num_workers", "did you mean `num_workers`", "num_workers"),
         ({"exp_name": "b"}, "exp_name", "can't be changed; these can: num_workers", None),
         ({"temperature": "hot"}, "temperature", "valid number", None),
-        ({"temperature": 0}, "temperature", "greater than 0", None),
+        ({"temperature": 0.009}, "temperature", "greater than or equal to 0.01", None),
         ({"num_workers": 1.5}, "num_workers", "valid integer", None),
         ({"num_workers": True}, "num_workers", "valid integer", None),
         ({"num_replicas": 0}, "num_replicas", "greater than or equal to 1", None),
