@@ -8,11 +8,9 @@ import functools
 import json
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from pydantic import Field
 import offbeat
 from offbeat.envs.config import Config
 from offbeat.envs.isolation.guarantees import missing_guarantees
+from offbeat.envs.sandbox.folder import SandboxFolder
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +109,8 @@ def run_python(
         IsolationError: a required guarantee is missing.
     """
     limits = limits or Limits()
-    folder = Path(tempfile.mkdtemp(prefix="offbeat-sandbox-"))
+    temporary = SandboxFolder()
+    folder = temporary.path
     try:
         (folder / "work").mkdir()
         (folder / "main.py").write_text(code, encoding="utf-8", errors="surrogateescape")
@@ -126,7 +126,7 @@ def run_python(
             check_isolation(limits, tuple(outcome["layers"]))
         return ProgramResult(out, err, outcome["exit_code"], outcome["timed_out"], tuple(outcome["layers"]))
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        temporary.remove()
 
 
 def describe_sandbox() -> str:

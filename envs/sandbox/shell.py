@@ -8,11 +8,9 @@ import functools
 import json
 import os
 import select
-import shutil
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
+from offbeat.envs.sandbox.folder import SandboxFolder
 from offbeat.envs.sandbox.run import (
     LAYERS,
     STARTUP_TIMEOUT_S,
@@ -111,7 +110,8 @@ class Shell:
         check_shell(limits)
         self._limits = limits
         self._lock = threading.Lock()
-        self._folder = Path(tempfile.mkdtemp(prefix="offbeat-shell-"))
+        self._temporary = SandboxFolder()
+        self._folder = self._temporary.path
         (self._folder / "work").mkdir()
         their_read, self._write_fd = os.pipe()
         self._read_fd, their_write = os.pipe()
@@ -192,7 +192,7 @@ class Shell:
         self._process = None
         os.close(self._read_fd)
         os.close(self._write_fd)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._temporary.remove()
 
     def _call(self, operation: str, wait_s: float = 0.0, **arguments: Any) -> dict[str, Any]:
         data = json.dumps({"operation": operation, **arguments}).encode()
