@@ -41,12 +41,13 @@ def load_rows(path: Path, question_key: str, answer_key: str, split: str) -> Row
     """Load a split: `train`, `held_out` or `any`, once per state of its file; raises ValueError for an unreadable file,
     missing column or no rows."""
     state = path.stat() if path.exists() else None
-    return _load_rows(path, question_key, answer_key, split, state and (state.st_mtime_ns, state.st_size))
+    stamp = (state.st_mtime_ns, state.st_size) if state else None
+    return _load_rows(path, question_key, answer_key, split, stamp)
 
 
 @lru_cache(maxsize=8)
-def _load_rows(path: Path, question_key: str, answer_key: str, split: str, state: tuple[int, int] | None) -> Rows:
-    del state
+def _load_rows(path: Path, question_key: str, answer_key: str, split: str, stamp: tuple[int, int] | None) -> Rows:
+    del stamp
     table = read_table(path)
     for key, column in (("question_key", question_key), ("answer_key", answer_key)):
         if column not in table.column_names:
