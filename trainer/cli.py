@@ -224,12 +224,10 @@ def _log_dir(run: "LearnerRun") -> Path:
 
 def _prepare_process(run: "LearnerRun") -> None:
     """Set torch's environment before its import; open the log."""
+    from offbeat.trainer.run import prepare_environment
+
     rank = int(os.environ.get("RANK", "0"))
-    os.environ["OMP_NUM_THREADS"] = str(run.config.actor_train.num_threads)
-    if run.config.actor_train.device == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.update(run.config.environment)
+    prepare_environment(run.config)
     name = "learner" if rank == 0 else f"learner-{rank}"
     configure_logging(name, _log_dir(run))
     set_process_log_fields(run=run.run_id)

@@ -1,4 +1,5 @@
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -72,6 +73,15 @@ def read_run(redis: Redis, run_id: str) -> LearnerRun:
         raise ControlError(f"run {run_id!r} has a configuration that this build can't read: {details}") from error
     folder = raw.get(b"output_dir", b"").decode() or str(config.output_dir)
     return LearnerRun(run_id, _lineage(raw, config), Path(folder).resolve(), config, raw.get(b"uid", b"").decode())
+
+
+def prepare_environment(config: LearnerRunConfig) -> None:
+    """Set the environment in which steps are computed, before the import of torch."""
+    os.environ["OMP_NUM_THREADS"] = str(config.actor_train.num_threads)
+    if config.actor_train.device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.update(config.environment)
 
 
 def buffer_limits(config: LearnerRunConfig) -> BufferLimits:

@@ -1,7 +1,6 @@
 """`offbeat learner reproduce`."""
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -32,11 +31,10 @@ def reproduce_run(run: str, step: int | None, *, console: Console, as_json: bool
         config = load_run(folder / run_folder.CONFIG, started=True).model_copy(update={"output_dir": folder})
     except (AuditError, ConfigError) as error:
         raise ReproduceError(str(error)) from error
-    # As in the learner's own process: before torch is loaded
-    os.environ["OMP_NUM_THREADS"] = str(config.actor_train.num_threads)
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from offbeat.trainer.run import LearnerRun, prepare_environment
+
+    prepare_environment(config)
     from offbeat.trainer.engines.process_group import process_group, ranks_of_environment
-    from offbeat.trainer.run import LearnerRun
     from offbeat.trainer.training.reproduction import find_plan, reproduce
 
     learner_run = LearnerRun(config.exp_name, "reproduce", folder, config)

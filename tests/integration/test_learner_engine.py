@@ -17,7 +17,7 @@ from offbeat.services.process import free_port
 from offbeat.trainer.config.actor_train import ModelArgs, StrategyArgs, TrainingArgs
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.engines.base import Hyperparameters
-from offbeat.trainer.engines.deepspeed import STAGE_FILE, DeepSpeedEngine, merge_settings
+from offbeat.trainer.engines.deepspeed import STAGE_FILE, DeepSpeedEngine, _deepspeed, merge_settings
 from offbeat.trainer.engines.param_groups import LAYOUT_FILE
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
 from offbeat.trainer.models.loading import load_critic, load_policy
@@ -240,6 +240,13 @@ def test_an_optimizer_in_the_hosts_memory_learns_the_same(engine: EngineFactory,
         each.train(fixed_batch(), nll, HYPER)
     assert_same(weights_of(moved), weights_of(resident), atol=1e-6)
     assert_same(weights_of(resumed), weights_of(moved))
+
+
+def test_ranks_on_cpus_keep_deepspeed_from_the_hosts_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    _deepspeed.__wrapped__("cpu")
+    assert os.environ["DS_ACCELERATOR"] == "cpu"
 
 
 def test_a_configuration_that_deepspeed_refuses_is_an_error_of_the_configuration(engine: EngineFactory) -> None:

@@ -82,7 +82,7 @@ class DeepSpeedEngine(OnRanks):
         self._kinds = tuple(groups)
         self._moments = _adamw(list(groups.values()), training, clips=stage == 0)
         config = engine_config(module, stage, dtype, 0.0 if stage == 0 else training.max_grad_norm)
-        self._engine = _initialize(module, self._moments, merge_settings(config, strategy.strategy_config))
+        self._engine = _initialize(module, self._moments, merge_settings(config, strategy.strategy_config), ranks)
         self._engine.checkpoint_engine.load = load_deepspeed_state
         self._keep_minimum_scale()
 
@@ -108,7 +108,7 @@ class DeepSpeedEngine(OnRanks):
     def tensors(self, form: WeightForm = "merged") -> Iterator[tuple[str, Tensor]]:
         """Gather one weight with its adapter at a time."""
         module = self._engine.module
-        gathered = _deepspeed().zero.GatheredParameters if self._stage == 3 else None
+        gathered = _deepspeed(self.device.type).zero.GatheredParameters if self._stage == 3 else None
         for weight in exported_weights(module, form, WRAPPER):
             if weight.name.startswith(HEAD):
                 continue
@@ -219,7 +219,7 @@ class DeepSpeedLogprobModel(OnRanks):
         super().__init__(ranks)
         module.eval().requires_grad_(False).to(ranks.device)
         dtype = next(module.parameters()).dtype
-        self._engine = _initialize(module, None, engine_config(module, 3, dtype, 0.0))
+        self._engine = _initialize(module, None, engine_config(module, 3, dtype, 0.0), ranks)
         self._engine.eval()
 
     @torch.no_grad()
@@ -227,13 +227,15 @@ class DeepSpeedLogprobModel(OnRanks):
         return self.outputs(self._engine, batch)
 
 
-def _initialize(module: nn.Module, optimizer: torch.optim.Optimizer | None, config: dict[str, Any]) -> Any:
+def _initialize(
+    module: nn.Module, optimizer: torch.optim.Optimizer | None, config: dict[str, Any], ranks: Ranks
+) -> Any:
     """Return DeepSpeed's engine.
 
     Raises:
         ValueError: DeepSpeed refuses the configuration.
     """
-    deepspeed = _deepspeed()
+    deepspeed = _deepspeed(ranks.device.type)
     from deepspeed.runtime.zero.utils import ZeRORuntimeException  # noqa: PLC0415
 
     try:
@@ -298,18 +300,18 @@ def merge_settings(defaults: Mapping[str, Any], overrides: Mapping[str, JsonValu
 
 
 @cache
-def _deepspeed() -> Any:
-    """Import DeepSpeed with reduced logging and, on a CPU, without compiled operators.
+def _deepspeed(device_type: str) -> Any:
+    """Import DeepSpeed with reduced logging and, for ranks on CPUs, of a host with GPUs too, without compiled operators.
 
     Its shared-memory all-reduce takes 20 s to build, replaces gloo, and leaves files in /dev/shm if killed.
     """
-    if not torch.cuda.is_available():
+    if device_type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with uncollected_imports():
         import deepspeed  # noqa: PLC0415
         import deepspeed.ops  # noqa: PLC0415
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    if not torch.cuda.is_available():
+    if device_type == "cpu":
         deepspeed.ops.__compatible_ops__ = {}  # pyright: ignore[reportAttributeAccessIssue]
     return deepspeed

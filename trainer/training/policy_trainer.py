@@ -134,7 +134,7 @@ class PolicyTrainer:
         if self._rng_file(folder).is_file():  # there is none for a rank that the checkpoint's writer did not have
             states = load_tensors(self._rng_file(folder))
             torch.set_rng_state(states["cpu"])
-            if "cuda" in states and torch.cuda.is_available():
+            if "cuda" in states and self._ranks.device.type == "cuda":
                 torch.cuda.set_rng_state(states["cuda"])
         self._batches.kl.resume(kl_coef)
 
@@ -186,7 +186,7 @@ class PolicyTrainer:
             if isinstance(self._reference, FrozenModel) and self._config.ref_model_sync_steps is not None:
                 save_file({name: tensor.cpu() for name, tensor in self._reference.tensors()}, folder / REFERENCE)
             (folder / ALGORITHM).write_text(json.dumps(self._batches.state_dict()))
-        save_file({"cpu": torch.get_rng_state(), **_cuda_rng()}, self._rng_file(folder))
+        save_file({"cpu": torch.get_rng_state(), **_cuda_rng(self._ranks.device)}, self._rng_file(folder))
         barrier(self._ranks)  # rank 0 counts the files next
 
     @property
@@ -375,5 +375,5 @@ class PolicyTrainer:
         return folder / "state" / f"rng-rank-{self._ranks.rank:05d}.safetensors"
 
 
-def _cuda_rng() -> Mapping[str, Tensor]:
-    return {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+def _cuda_rng(device: torch.device) -> Mapping[str, Tensor]:
+    return {"cuda": torch.cuda.get_rng_state()} if device.type == "cuda" else {}
