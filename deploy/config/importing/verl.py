@@ -131,16 +131,14 @@ def _read_script(path: Path) -> tuple[Tree, list[str]]:
     tree, name = read_overrides(script), read_option(script, "config-name").removesuffix(".yaml")
     if not name:
         return tree, []
-    folders = (read_option(script, "config-path"), "config", ".")
+    folders = (read_option(script, "config-path"), "config", ".", "../config")
     files = [path.parent / folder / f"{name}.yaml" for folder in folders if folder]
     file = next((file for file in files if file.is_file()), None)
     base, remarks = (Tree(), []) if file is None else _read_file(file)
     if file is not None:
         remarks.insert(0, f"--config-name: the keys of {file} are read, too")
     elif name not in TRAINERS:
-        remarks.append(
-            f"--config-name: no file {name}.yaml in {path.parent} or its folder config: its keys are not read"
-        )
+        remarks.append(f"--config-name: no {name}.yaml beside {path}, nor in a folder config: its keys are not read")
     if MEGATRON in name:
         put(base, STRATEGY, MEGATRON)
     for key, value in leaves(tree, ()):

@@ -131,7 +131,7 @@ def test_a_file_that_a_script_names_is_read_below_its_overrides(option: str, tmp
     assert imported.remarks[1] == "defaults: the keys of mine are not read"
     (folder / "multiturn.yaml").unlink()
     (remark,) = import_verl(tmp_path / "run.sh").remarks
-    assert remark.startswith("--config-name: no file multiturn.yaml in ")
+    assert remark.startswith("--config-name: no multiturn.yaml beside ")
 
 
 @pytest.mark.parametrize(
