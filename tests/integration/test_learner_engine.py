@@ -16,8 +16,8 @@ from torch import Tensor
 from offbeat.services.process import free_port
 from offbeat.trainer.config.actor_train import ModelArgs, StrategyArgs, TrainingArgs
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
-from offbeat.trainer.engines.base import Hyperparameters
-from offbeat.trainer.engines.deepspeed import STAGE_FILE, DeepSpeedEngine, _deepspeed, merge_settings
+from offbeat.trainer.engines.base import Hyperparameters, StepOutcome
+from offbeat.trainer.engines.deepspeed import STAGE_FILE, DeepSpeedEngine, _deepspeed, merge_settings, min_loss_scale
 from offbeat.trainer.engines.param_groups import LAYOUT_FILE
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
 from offbeat.trainer.models.loading import load_critic, load_policy
@@ -316,6 +316,19 @@ def test_deepspeeds_own_settings_of_the_scale_hold(folder: Path, ranks: Ranks) -
     strategy = StrategyArgs.model_validate({"strategy_config": {"fp16": {"initial_scale_power": 8}}})
     policy = DeepSpeedEngine(load_policy(folder, ModelArgs(dtype="float16"), seed=1), SMOOTH, strategy, ranks)
     assert policy.train(fixed_batch(), nll, HYPER).loss_scale == 2**8
+
+
+def test_a_scale_that_does_not_fall_is_no_overflow_to_wait_for() -> None:
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+
+    static, bounded = LossScaler(1024.0), DynamicLossScaler(256.0, 1000, 64.0, 1, False, False)
+    for scaler, ends_at in ((static, 1024.0), (bounded, 64.0)):
+        outcomes: list[StepOutcome] = []
+        for _ in range(4):
+            outcomes.append(StepOutcome(False, math.nan, scaler.loss_scale, min_loss_scale(scaler)))
+            scaler.update_scale(True)
+        assert (outcomes[-1].loss_scale, outcomes[-1].overflowed) == (ends_at, False)
+        assert outcomes[0].overflowed == (scaler is bounded)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -77,7 +77,7 @@ class TrainingArgs(ScheduleArgs, ConditionalConfig):
     """Also decay norms, biases and embeddings."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     max_skipped_steps: int = Field(default=5, ge=1)
-    """Consecutive steps with non-finite gradients until the run fails; with float16, at a loss scale of 1."""
+    """Consecutive steps with non-finite gradients until the run fails; with float16, at the smallest loss scale."""
     max_tokens_per_microbatch: int = Field(default=8192, ge=1)
     """Tokens per forward and backward pass."""
     num_minibatches: int = Field(default=1, ge=1)

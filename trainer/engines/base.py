@@ -41,11 +41,13 @@ class StepOutcome:
     """Before clipping."""
     loss_scale: float | None = None
     """With float16."""
+    min_loss_scale: float = MIN_LOSS_SCALE
+    """Scale below which it is not lowered: a static one's own."""
 
     @property
     def overflowed(self) -> bool:
         """Return whether a lower loss scale may make the gradient finite."""
-        return not self.applied and self.loss_scale is not None and self.loss_scale > MIN_LOSS_SCALE
+        return not self.applied and self.loss_scale is not None and self.loss_scale > self.min_loss_scale
 
 
 class TrainEngine(Protocol[Output_co]):

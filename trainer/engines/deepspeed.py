@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from offbeat.services.process import uncollected_imports
 from offbeat.trainer.config.actor_train import StrategyArgs, TrainingArgs
-from offbeat.trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
+from offbeat.trainer.engines.base import MIN_LOSS_SCALE, Hyperparameters, LossFunction, StepOutcome
 from offbeat.trainer.engines.offload import move_moments
 from offbeat.trainer.engines.param_groups import (
     adam_settings,
@@ -98,7 +98,8 @@ class DeepSpeedEngine(OnRanks):
         if hyperparameters.head_alone:
             forget(self._states_without_head())
         applied = bool(self._engine.was_step_applied())
-        return StepOutcome(applied, float(self._engine.get_global_grad_norm()) if applied else math.nan, scale)
+        norm = float(self._engine.get_global_grad_norm()) if applied else math.nan
+        return StepOutcome(applied, norm, scale, self._min_loss_scale)
 
     @torch.no_grad()
     def infer(self, batch: Sequence[PackedInput], read: Callable[[Any], Tensor] | None = None) -> list[Tensor]:
@@ -152,6 +153,10 @@ class DeepSpeedEngine(OnRanks):
     @property
     def _loss_scale(self) -> float | None:
         return float(self._engine.optimizer.loss_scale) if self._engine.fp16_enabled() else None
+
+    @property
+    def _min_loss_scale(self) -> float:
+        return min_loss_scale(self._engine.optimizer.loss_scaler) if self._engine.fp16_enabled() else MIN_LOSS_SCALE
 
     def _keep_minimum_scale(self) -> None:
         """Disable DeepSpeed's error at the smallest scale; `max_skipped_steps` ends the run."""
@@ -225,6 +230,11 @@ class DeepSpeedLogprobModel(OnRanks):
     @torch.no_grad()
     def infer(self, batch: Sequence[PackedInput]) -> list[Tensor]:
         return self.outputs(self._engine, batch)
+
+
+def min_loss_scale(scaler: Any) -> float:
+    """Return the scale below which a scaler does not go: a static one's own."""
+    return float(scaler.min_scale if scaler.dynamic else scaler.loss_scale)
 
 
 def _initialize(
