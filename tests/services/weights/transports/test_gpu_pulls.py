@@ -131,7 +131,7 @@ def test_versions_that_redis_forgot_leave_the_learners_memory(
             server.delete(keys.manifests, keys.progress)
         publisher.publish(version, version, [("w", torch.zeros(4))])
         publisher.flush()
-        assert {int(each) for each in server.hkeys(keys.manifests)} == {  # pyright: ignore[reportUnknownVariableType]
+        assert {int(each) for each in server.hkeys(keys.manifests)} == {
             int(location.rpartition("/v")[2].split("-")[0]) for location in transport.held
         }
     publisher.close()
