@@ -19,12 +19,14 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
 
 
 class RewardCaller:
-    def __init__(self, config: RewardConfig, function: RewardFunction, timeout_s: float | None = None) -> None:
-        """timeout_s: of an attempt; None: the configured one."""
+    def __init__(
+        self, config: RewardConfig, function: RewardFunction, timeout_s: float | None = None, num_processes: int = 1
+    ) -> None:
+        """timeout_s: of an attempt; None: the configured one. num_processes: over which `max_concurrent` is counted."""
         self._config = config
         self._function = function
         self._timeout_s = timeout_s or config.timeout_s
-        self._slots = asyncio.Semaphore(config.max_concurrent)
+        self._slots = asyncio.Semaphore(config.max_concurrent * num_processes)
         self.failures = Counter[str]()
         """Attempts without a value, by reason."""
         self._cache: OrderedDict[bytes, float] = OrderedDict()

@@ -50,7 +50,8 @@ def _make_caller(config: AnyReward, run_id: str, *, local: bool) -> RewardCaller
     from offbeat.services.reward.client import ServedReward, app_name  # noqa: PLC0415
 
     timeout_s = config.timeout_s + config.queue_timeout_s
-    return RewardCaller(config, ServedReward(app_name(run_id, config.name)), timeout_s)
+    num_processes = config.num_replicas if isinstance(config, MathRuleConfig) else 1
+    return RewardCaller(config, ServedReward(app_name(run_id, config.name)), timeout_s, num_processes)
 
 
 def build_function(config: AnyReward) -> RewardFunction:

@@ -7,7 +7,7 @@ tokens after its last sampled one are dropped.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
@@ -166,11 +166,6 @@ class _Columns:
     def _anchor(self, group: int, state_hash: str) -> int:
         key = (group, state_hash) if state_hash else (-1, str(len(self.anchors)))
         return self.states.setdefault(key, len(self.states))
-
-
-def drop_temperature(group: Group, default: float, *, is_row: bool) -> Group:
-    """Return the group without a temperature that is the default, or a row's, whose logits are not scaled."""
-    return replace(group, temperature=None) if is_row or group.temperature == default else group
 
 
 def pack(groups: Sequence[Group]) -> Batch:

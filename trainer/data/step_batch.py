@@ -1,7 +1,7 @@
 """Input of one optimizer step."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from offbeat.services.messages.types import Group
@@ -49,6 +49,12 @@ class StepBatch:
         rewards = {tag: list(rewards) for tag, rewards in self.rewards_by_tag.items()}
         return [self.step, list(self.masked), list(self.weights), groups, rewards]
 
+    def drop_temperature(self, default: float) -> "StepBatch":
+        groups, shaped = (
+            tuple(drop_temperature(each, default) for each in part) for part in (self.groups, self.shaped)
+        )
+        return replace(self, groups=groups, shaped=shaped)
+
     @classmethod
     def unpack(cls, body: Sequence[Any], config: AlgorithmConfig) -> "StepBatch":
         """Decode; without rewards (version 0.2), `groups` are all."""
@@ -57,6 +63,11 @@ class StepBatch:
         new_rewards = rewards[0] if rewards else None
         masked_counts = MaskedCounts(*masked)
         return cls.build(step, members, config, masked=masked_counts, weights=weights, new_rewards=new_rewards)
+
+
+def drop_temperature(group: Group, default: float) -> Group:
+    """Return the group without a temperature that is the policy's, whose logits then need no scale by token."""
+    return replace(group, temperature=None) if group.temperature == default else group
 
 
 def collect_rewards(groups: Iterable[Group]) -> dict[str, list[float]]:

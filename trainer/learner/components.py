@@ -80,7 +80,6 @@ def build_components(
             files=open_file_scores(run, None if config.data is None else config.data.dataset_name),
             reads_data=config.reads_data,
             drops_long=config.plays_prompts,
-            temperature=config.temperature,
         ),
         reporter=reporter,
         ledger=StepLedger(run.output_dir, buffer.epoch),

@@ -14,7 +14,6 @@ from offbeat.services.buffer.admission import oldest_consumable
 from offbeat.services.buffer.api import LearnerBuffer
 from offbeat.services.messages.types import Group, Trajectory
 from offbeat.trainer.config.algorithm import AlgorithmConfig
-from offbeat.trainer.data.batch import drop_temperature
 from offbeat.trainer.data.replay_buffer import ReplayedGroups
 from offbeat.trainer.data.reward_shaping import shape_rewards
 from offbeat.trainer.data.selection import carries_signal, masked_counts
@@ -47,8 +46,6 @@ class GroupIntake:
     """All rows are trained; those without learned tokens are replaced."""
     drops_long: bool = False
     """Unanswerable prompts are replaced."""
-    temperature: float = 1.0
-    """Of the policy's logprobs, unless a group carries another one; rows carry none."""
 
     def take(
         self, step: int, max_staleness: float, should_stop: Callable[[], bool], *, newest_version: int | None = None
@@ -66,7 +63,7 @@ class GroupIntake:
             group = self.buffer.take(POLL_S, self.groups_per_step - len(taken.groups))
             if group is None:
                 continue
-            group = drop_temperature(group, self.temperature, is_row=self.reads_data)
+            group = replace(group, temperature=None) if self.reads_data else group  # logits of rows are not scaled
             if reason := self._refuse(group, step, max_staleness, taken.newest_version):
                 self._drop(group, reason, taken)
             elif not self._add(group, step, max_staleness, taken, should_stop):

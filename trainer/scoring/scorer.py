@@ -19,9 +19,9 @@ from offbeat.services.errors import RetryableError
 from offbeat.services.messages.types import Group
 from offbeat.services.telemetry import MetricRecord, MetricsSink, Partial
 from offbeat.trainer.config.scored_roles import ScoredRole
-from offbeat.trainer.data.batch import drop_temperature
 from offbeat.trainer.data.reward_shaping import shape_rewards
 from offbeat.trainer.data.selection import carries_signal
+from offbeat.trainer.data.step_batch import drop_temperature
 from offbeat.trainer.engines.prompt_model import OpenPromptEngine
 from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.training.frozen_roles import load_scorer
@@ -108,7 +108,7 @@ class Scorer:
             return
         began, config = time.monotonic(), self._run.config
         try:
-            (scores,) = scorer.encode([drop_temperature(group, config.temperature, is_row=config.reads_data)])
+            (scores,) = scorer.encode([drop_temperature(group, config.temperature)])
         except ValueError as error:  # a malformed group, which the learner drops, too
             self._queue.refuse(claimed.number, str(error))
             return

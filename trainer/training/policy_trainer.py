@@ -142,7 +142,7 @@ class PolicyTrainer:
         self._batches.learning_rate = learning_rate
 
     def train(self, batch: StepBatch) -> Gauges:
-        return self._batches.train(batch)
+        return self._batches.train(batch.drop_temperature(self._config.temperature))
 
     def evaluate(self, groups: Sequence[Group]) -> Gauges:
         if not isinstance(self._batches, DataTrainer):
@@ -150,7 +150,7 @@ class PolicyTrainer:
         return self._batches.evaluate(groups)
 
     def preview(self, batch: StepBatch) -> StepPreview | None:
-        return self._batches.preview(batch)
+        return self._batches.preview(batch.drop_temperature(self._config.temperature))
 
     def tensors(self, *, with_base: bool = True) -> Iterator[tuple[str, Tensor]]:
         if self._config.adapter_settings is None:

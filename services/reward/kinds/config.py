@@ -63,7 +63,7 @@ class MathRuleConfig(_PatternConfig):
 
     kind: Literal["math_rule"]
     max_concurrent: int = Field(default=1, ge=1)
-    """Concurrent calls per env worker, whose one process compares one by one; further calls wait within `timeout_s`."""
+    """Concurrent calls per process (env worker or replica), which compares one by one: more wait within `timeout_s`."""
 
 
 class MultipleChoiceConfig(_PatternConfig):

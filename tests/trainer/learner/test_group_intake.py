@@ -264,13 +264,11 @@ def test_a_prompt_that_was_not_answered_is_replaced_and_counted() -> None:
     assert ([group.number for group in taken.groups], buffer.dropped) == ([1, 2], [(0, "too_long")])
 
 
-@pytest.mark.parametrize(("reads_data", "expected"), [(False, [None, 0.5]), (True, [None, None])])
-def test_a_group_carries_a_temperature_other_than_the_default_and_a_row_none(
-    reads_data: bool, expected: list[float | None]
-) -> None:
+@pytest.mark.parametrize(("reads_data", "expected"), [(False, [0.7, 0.5]), (True, [None, None])])
+def test_a_group_keeps_its_temperature_and_a_row_has_none(reads_data: bool, expected: list[float | None]) -> None:
     stream = [replace(make_group(0), temperature=0.7), replace(make_group(1), temperature=0.5)]
     buffer = FakeLearnerBuffer(stream=stream)
-    intake = GroupIntake(buffer, AlgorithmConfig(), 2, False, 11, reads_data=reads_data, temperature=0.7)
+    intake = GroupIntake(buffer, AlgorithmConfig(), 2, False, 11, reads_data=reads_data)
     taken = intake.take(0, 1.0, lambda: False)
     assert taken is not None
     assert [group.temperature for group in taken.groups] == expected

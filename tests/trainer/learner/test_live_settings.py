@@ -6,7 +6,9 @@ import torch
 
 from offbeat.services.buffer.api import Boundary
 from offbeat.services.live_settings import Change
+from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.data.batch import microbatches, pack
+from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.models.logprobs import token_logprobs
 from tests.copying import replace
 from tests.fakes import make_group
@@ -99,3 +101,14 @@ def test_a_groups_temperature_goes_with_its_tokens() -> None:
     for micro in microbatches(batch, range(batch.num_sequences), 4):
         assert micro.temperatures is not None
         assert torch.equal(micro.temperatures.isnan(), batch.temperatures[micro.index].isnan())
+
+
+def test_the_policys_own_temperature_scales_no_single_tokens() -> None:
+    batch = StepBatch.build(
+        0,
+        [replace(group(n, trajectory(0, [(1, 2, 1.0)])), temperature=value) for n, value in enumerate((0.7, 0.5))],
+        AlgorithmConfig(),
+    )
+    assert [each.temperature for each in batch.groups] == [0.7, 0.5]
+    for part in (batch.drop_temperature(0.7).groups, batch.drop_temperature(0.7).shaped):
+        assert [each.temperature for each in part] == [None, 0.5]

@@ -5,7 +5,10 @@ import time
 import pytest
 
 from offbeat.services.reward.caller import RewardCaller
+from offbeat.services.reward.client import ServedReward
+from offbeat.services.reward.config import RewardsConfig
 from offbeat.services.reward.errors import Failure, RewardError
+from offbeat.services.reward.factory import make_scorer
 from offbeat.services.reward.function import ThreadedFunction
 from offbeat.services.reward.sample import RewardSample
 from tests.services.reward.samples import config_of, sample, score
@@ -68,3 +71,21 @@ def test_a_row_without_ground_truth_is_no_zero():
     with pytest.raises(RewardError, match="no ground_truth") as raised:
         score("math_rule", r"\boxed{1}", None)
     assert raised.value.failure is Failure.BAD_ROW
+
+
+async def test_each_replica_has_a_call_of_a_worker(monkeypatch: pytest.MonkeyPatch):
+    config = RewardsConfig(rewards=(config_of("math_rule", num_replicas=3),))
+    running, most = 0, 0
+
+    async def answer(_: ServedReward, __: RewardSample) -> float:
+        nonlocal running, most
+        running, most = running + 1, max(most, running + 1)
+        await asyncio.sleep(0.01)
+        running -= 1
+        return 1.0
+
+    monkeypatch.setattr(ServedReward, "score", answer)
+    scorer = make_scorer(config, run_id="r")
+    await asyncio.gather(*(scorer.score_one(config.rewards[0].name, sample(str(number))) for number in range(12)))
+    await scorer.close()
+    assert most == 3
