@@ -84,7 +84,7 @@ def ours(task: BackendTask, *, shared_prefix: bool = False) -> None:
     config = LearnerConfig.model_validate(tree)
     torch.set_num_threads(task.threads)
     with process_group(ranks := ranks_of_environment(task.device)):
-        _deepspeed()
+        _deepspeed(task.device)
         pace = Pace(task.device)
         policy = load_policy(Path(task.model), config.actor_train.model_args, task.seed)
         data = data_of(task, policy.model.config.get_text_config().vocab_size)

@@ -57,7 +57,7 @@ def main() -> None:
     config = read_run(Path(sys.argv[1]))
     torch.set_num_threads(config.actor_train.num_threads)
     with process_group(ranks := ranks_of_environment(config.actor_train.device)):
-        _deepspeed()  # its import takes memory that is no part of a step
+        _deepspeed(config.actor_train.device)  # its import takes memory that is no part of a step
         train(config, ranks)
 
 

@@ -228,7 +228,7 @@ class RunStore:
 
     @repeat_transaction
     async def want(self, run_id: str, wanted: DesiredState) -> RunRecord:
-        """Set the desired state; no effect on an ended run.
+        """Set the desired state; no effect on an ended run. A final one ends a run that no mesh reconciles any more.
 
         Raises:
             UnknownRunError: no such run.
@@ -238,13 +238,17 @@ class RunStore:
         async with self.redis.pipeline() as pipe:
             await pipe.watch(key)
             record = await self.load(run_id)
-            if not self._may_want(record, wanted):
+            is_orphaned = wanted.is_final and not record.state.is_terminal and not self.is_active(record)
+            if not is_orphaned and not self._may_want(record, wanted):
                 return record
             pipe.multi()
             pipe.hset(key, "wanted", wanted.value)
             write_event(pipe, run_id, "wanted", {"wanted": wanted.value})
+            if is_orphaned:
+                pipe.hset(key, mapping={"state": RunState.STOPPED.value, "ended_at": str(self.clock())})
+                write_event(pipe, run_id, "state", {"state": RunState.STOPPED.value})
             await pipe.execute()
-            return replace(record, wanted=wanted)
+            return await self.load(run_id) if is_orphaned else replace(record, wanted=wanted)
 
     @staticmethod
     def _may_want(record: RunRecord, wanted: DesiredState) -> bool:

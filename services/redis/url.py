@@ -5,7 +5,6 @@ TLS options are part of the URL: `rediss://:PASSWORD@HOST:6380/0?ssl_ca_certs=/e
 
 import difflib
 import logging
-import re
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
@@ -27,14 +26,24 @@ def address_problem(url: str) -> str:
 
     Allowed options: certificate checks and absolute file paths.
     """
+    if _has_unquoted_password(url.partition("://")[2]):
+        return "write /, ? and # of its password as %2F, %3F and %23"
     if problem := _form_problem(url):
-        has_unquoted = "@" in url and "@" not in re.split("[/?#]", url.partition("://")[2])[0]
-        return "write /, ? and # of its password as %2F, %3F and %23" if has_unquoted else problem
+        return problem
     parts = urlsplit(url)
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
         if problem := _option_problem(name, value, parts.scheme):
             return problem
     return ""
+
+
+def _has_unquoted_password(rest: str) -> bool:
+    """Return whether the part before the host may end with a password that has a separator of URLs."""
+    before, _, options = rest.partition("?")
+    if "#" in rest or ("@" in before and "@" not in before.partition("/")[0]):
+        return True
+    names = {option.partition("=")[0] for option in options.split("&")}
+    return "@" in options and not names <= {*FILES, *CHOICES}
 
 
 def _form_problem(url: str) -> str:

@@ -33,6 +33,9 @@ PIPED_WIDTH = 200
 
 def call(url: str, token: str | None, ask: Callable[[ControlClient], Awaitable[int]]) -> int:
     token = token or find_token(url)
+    if token is not None and not token.isascii():
+        print_message("the token has characters other than ASCII")
+        return UNAUTHORIZED
 
     async def asked() -> int:
         async with ControlClient(url, token=token, timeout_s=TIMEOUT_S) as client:
@@ -44,9 +47,6 @@ def call(url: str, token: str | None, ask: Callable[[ControlClient], Awaitable[i
         return print_error(error, token)
     except RetryableError as error:
         complaint = str(error)
-    except UnicodeEncodeError:
-        print_message("the token has characters other than ASCII")
-        return UNAUTHORIZED
     except httpx.InvalidURL as error:
         complaint = f"no URL: {error}"
     except (json.JSONDecodeError, ValidationError):

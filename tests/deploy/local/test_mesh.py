@@ -11,7 +11,7 @@ from redis import Redis
 from offbeat.deploy.components.learner_host import alive_key, learner_key
 from offbeat.deploy.config.loader import canonical_tree, compose_tree, load_run, validate_tree
 from offbeat.deploy.local.mesh import SPARE_CPUS, LocalMesh
-from offbeat.deploy.run_folder import Endpoints, read_endpoints, write_endpoints
+from offbeat.deploy.run_folder import ENDPOINTS, Endpoints, write_endpoints
 from offbeat.deploy.run_setup import run_spec
 from offbeat.services.control.run import RunExistsError, RunState
 from offbeat.services.control.store import RunStore
@@ -97,7 +97,7 @@ def test_a_store_of_weights_that_fails_leaves_the_rest_to_be_removed(
     mesh._make_ray(1)
     write_endpoints(run, Endpoints(os.getpid(), "redis://:secret@x", "http://y"))
     mesh._remove_leftovers()
-    assert read_endpoints(run) is None
+    assert not (run / ENDPOINTS).exists()
     assert list(tmp_path.glob("offbeat-*")) == []
     assert "weights.url 'nowhere://bucket/x' cannot be used" in caplog.text
 

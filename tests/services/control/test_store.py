@@ -146,6 +146,17 @@ async def test_a_silent_run_of_another_mesh_is_deleted(store: RunStore):
     assert await store.run_ids() == []
 
 
+async def test_a_silent_run_of_another_mesh_is_stopped_at_once(store: RunStore):
+    """Its command was killed: nothing else would end it."""
+    await replace(store, mesh="theirs").create(SPEC)
+    deployed = replace(store, orphaned_after_s=math.inf)
+    assert (await deployed.want("lake", DesiredState.STOPPED)).state is RunState.PREPARING
+    clock_of(store).now += ORPHANED_AFTER_S + 1
+    ended = await deployed.want("lake", DesiredState.STOPPED)
+    assert (ended.state, ended.ended_at) == (RunState.STOPPED, clock_of(store).now)
+    await deployed.delete("lake")
+
+
 async def test_the_report_of_another_meshs_run_is_left_to_it(store: RunStore):
     theirs = replace(store, mesh="theirs")
     await theirs.create(SPEC)

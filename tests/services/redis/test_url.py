@@ -86,10 +86,17 @@ def test_a_url_that_can_not_work_is_refused_before_anything_connects(url: str, p
     assert ":pw@" not in address_problem(url)
 
 
-@pytest.mark.parametrize("password", ["secret/x", "secret?x", "secret#x", "1234/x", "1234?x"])
-def test_a_password_that_is_not_quoted_is_not_shown(password: str):
+@pytest.mark.parametrize("user", ["", "USER"])
+@pytest.mark.parametrize("password", ["secret/x", "secret?x", "secret#x", "1234/x", "1234?x", "12#x"])
+def test_a_password_that_is_not_quoted_is_not_shown(password: str, user: str):
+    """`redis://USER:12#x@host` is a URL of the host USER."""
     expected = "write /, ? and # of its password as %2F, %3F and %23"
-    assert address_problem(f"redis://:{password}@host:6379/0") == expected
+    assert address_problem(f"redis://{user}:{password}@host:6379/0") == expected
+
+
+def test_an_option_may_have_the_sign_that_ends_passwords():
+    assert "can't be read" in address_problem("rediss://h:port/0?ssl_ca_certs=/etc/a@b")
+    assert address_problem("rediss://h:1/0?ssl_ca_certs=/etc/a@b") == ""
 
 
 def test_sound_urls_of_every_kind_pass_and_people_see_them_without_secrets():
