@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import TextIO
 
 from typing_extensions import Buffer
@@ -40,7 +41,15 @@ def discard_unwritable(on_closed: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def _wrap(stream: TextIO, on_closed: Callable[[], None]) -> io.TextIOWrapper:
+def flush(stream: TextIO | None) -> None:
+    """Flush a standard stream; Python has None for one that was closed."""
+    if stream is not None:
+        stream.flush()
+
+
+def _wrap(stream: TextIO | None, on_closed: Callable[[], None]) -> TextIO:
+    if stream is None:
+        return Path(os.devnull).open("w", encoding="utf-8")
     stream.flush()
     buffer = io.BufferedWriter(_Stream(stream.fileno(), on_closed))
     return io.TextIOWrapper(buffer, encoding=stream.encoding, errors=stream.errors, line_buffering=True)

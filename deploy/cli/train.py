@@ -19,7 +19,7 @@ import psutil
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from offbeat.deploy import run_folder
-from offbeat.deploy.cli.output import discard_unwritable
+from offbeat.deploy.cli.output import discard_unwritable, flush
 from offbeat.deploy.cli.report import update_history
 from offbeat.deploy.cli.run_view import LiveView, open_view
 from offbeat.deploy.config.loader import dump_yaml
@@ -82,8 +82,8 @@ def train(config: RunConfig, config_path: Path, overrides: Sequence[str]) -> int
     except OSError as error:
         print(f"offbeat: output_dir {config.output_dir} can't be used: {error}", file=sys.stderr)  # noqa: T201
         code = FAILED
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush(sys.stdout)
+    flush(sys.stderr)
     os._exit(code)
 
 

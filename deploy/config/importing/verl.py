@@ -4,7 +4,7 @@ import ast
 import operator
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -117,11 +117,22 @@ def _read_file(path: Path) -> tuple[Tree, list[str]]:
         source = load_yaml(path.read_text(encoding="utf-8"))
     tree: Tree = {str(name): value for name, value in source.items()} if isinstance(source, dict) else {}
     entries, _ = tree.pop("defaults", None), tree.pop("hydra", None)
-    names = [each for each in entries if isinstance(each, str)] if isinstance(entries, list) else []
+    names = _read_defaults(entries) if isinstance(entries, list) else []
     if any(MEGATRON in name for name in names):
         put(tree, STRATEGY, MEGATRON)
-    unread = [name for name in names if name not in (*TRAINERS, "_self_")]
-    return tree, [f"defaults: the keys of {name} are not read" for name in unread]
+    # A group's file that is not beside this one is verl's own
+    unread = [name for name in names if "/" not in name or (path.parent / f"{name}.yaml").is_file()]
+    return tree, [f"defaults: the keys of {each} are not read" for each in unread if each not in (*TRAINERS, "_self_")]
+
+
+def _read_defaults(entries: Sequence[Any]) -> list[str]:
+    """Return the names of a defaults list; of `group@package: name`, `group/name`."""
+    names: list[str] = []
+    for entry in entries:
+        groups = entry.items() if isinstance(entry, dict) else ()
+        names += [f"{str(group).partition('@')[0]}/{name}" for group, name in groups if isinstance(name, str)]
+        names += [entry] if isinstance(entry, str) else []
+    return names
 
 
 def _read_script(path: Path) -> tuple[Tree, list[str]]:
@@ -143,6 +154,9 @@ def _read_script(path: Path) -> tuple[Tree, list[str]]:
         put(base, STRATEGY, MEGATRON)
     for key, value in leaves(tree, ()):
         remove(base, key)
+        parent = next((key[:end] for end in range(1, len(key)) if not isinstance(get(base, key[:end], {}), dict)), None)
+        if parent is not None:  # a value, or null, in whose place Hydra puts a table
+            remove(base, parent)
         put(base, key, value)
     return base, remarks
 

@@ -87,6 +87,15 @@ def options(folder: Path, *words: str) -> tuple[dict[str, Any], dict[str, str]]:
     return imported.tree, statuses(list(imported.keys))
 
 
+def test_defaults_of_groups_choose_the_engine_and_own_ones_are_named(tmp_path: Path):
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data", "mine.yaml", "train_batch_size: 8")
+    groups = "[actor@actor_rollout_ref.actor: megatron_actor, data@data: mine, _self_]"
+    path = write(tmp_path, "mega.yaml", f"defaults: {groups}\nreward_model: null\ndata: {{train_files: a.parquet}}\n")
+    assert import_verl(path).remarks == ["defaults: the keys of data/mine are not read"]
+    assert import_verl(path).tree["actor_train"]["strategy_args"]["strategy_name"] == "megatron_train"
+
+
 def test_a_script_without_keys_has_verls_defaults(tmp_path: Path):
     """Of `_generated_ppo_trainer.yaml`, where Offbeat's differ."""
     tree = import_verl(write(tmp_path, "run.sh", "python3 -m verl.trainer.main_ppo data.train_files=a.parquet")).tree
@@ -358,3 +367,11 @@ def test_defaults_of_variables_are_nested_and_the_last_value_of_a_key_counts():
     assert read_overrides(script)["a"] == {
         "path": "${HOME}/models/org/model", "base": "${ID##*/}", "empty": None, "n": 2,
     }  # fmt: skip
+
+
+def test_an_override_below_a_null_of_the_file_counts(tmp_path: Path):
+    (tmp_path / "config").mkdir()
+    write(tmp_path / "config", "own.yaml", "data: null\ntrainer: {total_epochs: 3}\n")
+    script = "python3 -m verl.trainer.main_ppo --config-name=own data.train_files=a.parquet data.max_response_length=99"
+    tree = import_verl(write(tmp_path, "run.sh", script)).tree
+    assert tree["actor_infer"]["generating_args"]["max_new_tokens"] == 99
