@@ -90,8 +90,8 @@ class LockHolder:
     @classmethod
     def decode(cls, raw: bytes) -> "LockHolder":
         """Decode a lock's text, which its holder may not have written yet."""
-        pid, place, host = [*raw.decode().split(" "), "", ""][:3]
-        return cls(int(pid or 0), place, host)
+        pid, place, host = [*raw.decode(errors="replace").split(" "), "", ""][:3]
+        return cls(int(pid) if pid.isdecimal() else 0, place, host)
 
 
 @dataclass(frozen=True, slots=True)

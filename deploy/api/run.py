@@ -179,9 +179,8 @@ class Run:
                 self._process.send_signal(signal.SIGINT)
             elif (holder := run_folder.find_holder(self.folder)) is not None:
                 if not holder.is_here:
-                    raise RunElsewhereError(
-                        f"{self.folder} is used by {holder}, on another host or in a container: stop it there"
-                    )
+                    where = "on another host or in a container" if holder.place else "whose host is unknown"
+                    raise RunElsewhereError(f"{self.folder} is used by {holder}, {where}: stop it there")
                 process = psutil.Process(holder.pid)
                 process.send_signal(signal.SIGINT)
         deadline = time.monotonic() + timeout_s

@@ -144,10 +144,8 @@ class _Options:
             tokens=float(config.sequence_length),
         )
         if self.env_latency is not None:
-            env_s, turns = (
-                ValueDistribution.parse(self.env_latency),
-                ValueDistribution.parse(self.turns or str(max_turns)),
-            )
+            env_s = ValueDistribution.parse(self.env_latency)
+            turns = ValueDistribution.parse(self.turns or str(max_turns))
             is_timed_anew = measured is not None and self.turns is None
             workload = RetimedWorkload(base.workload, env_s) if is_timed_anew else AssumedWorkload(turns, env_s)
             base = replace(base, workload=workload)

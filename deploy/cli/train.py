@@ -120,6 +120,7 @@ class TrainCommand:
         self._history = RunHistory()
         self._report = ReportMaker(config, self._history)
         self._interrupted = asyncio.Event()
+        self._is_signalled = False
         self._last: RunView | None = None
         self._warned: set[str] = set()
 
@@ -274,9 +275,11 @@ class TrainCommand:
             loop.add_signal_handler(number, self.interrupt if number is signal.SIGHUP else self._on_signal)
 
     def _on_signal(self) -> None:
-        if self._interrupted.is_set():
+        """Stop with a checkpoint at the first signal, and kill at the second one."""
+        if self._is_signalled:
             self._mesh.kill()
             os._exit(INTERRUPTED)
+        self._is_signalled = True
         self.interrupt()
 
 

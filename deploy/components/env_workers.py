@@ -55,9 +55,9 @@ class WorkerPool(ActorPool):
     async def _stop(self, first: int, *, now: bool) -> None:
         """Stop the workers from an index on, which may have gaps; kill one that has not exited in time."""
         prefix = rollout_app.worker_name(self._run_id, "")
-        running = {name.removeprefix(prefix): name for name in await asyncio.to_thread(list_actor_names)
-                   if name.startswith(prefix)}  # fmt: skip
-        surplus = [name for index, name in running.items() if index.isdecimal() and int(index) >= first]
+        running = [name for name in await asyncio.to_thread(list_actor_names) if name.startswith(prefix)]
+        indexes = {name: name.removeprefix(prefix) for name in running}
+        surplus = [name for name, index in indexes.items() if index.isdecimal() and int(index) >= first]
         self._stopping = {name: self._stopping.get(name, time.monotonic()) for name in surplus}
         for name, since in self._stopping.items():
             actor = await asyncio.to_thread(find_actor, name)

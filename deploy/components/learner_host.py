@@ -193,12 +193,15 @@ class LearnerHost:
         return self._exited.wait(timeout_s)
 
     def stop(self, grace_s: float) -> None:
-        """Terminate the learner, also without Redis; kill it after `grace_s` and a checkpoint that it then writes."""
+        """Terminate the learner, also without Redis; kill it `grace_s` after that, or after its last checkpoint."""
         self._stopping = True
         if self._send_signal(signal.SIGTERM):
-            self.wait(grace_s)
-            while not self.wait(0.0) and self._is_saving():
-                self.wait(SAVING_POLL_S)
+            deadline = time.monotonic() + grace_s
+            while not self.wait(min(SAVING_POLL_S, grace_s)):
+                if self._is_saving():
+                    deadline = time.monotonic() + grace_s
+                elif time.monotonic() > deadline:
+                    break
         if self._send_signal(signal.SIGKILL):
             self.wait(KILL_TIMEOUT_S)
 

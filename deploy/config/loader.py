@@ -280,7 +280,9 @@ def validate_tree(tree: dict[str, Any], source: str = "") -> RunConfig:
 def _find_infinite(value: object, path: str = "") -> Iterator[ConfigIssue]:
     """Yield the numbers of free tables (`env_config`) that pydantic writes as null into a run's record."""
     if isinstance(value, float) and not math.isfinite(value):
-        yield ConfigIssue(path, f"expected a finite number, got {value}: a run's record is JSON, which has no such one")
+        yield ConfigIssue(
+            path, f"expected a finite number, got {value}: a run's record is JSON, which can't represent it"
+        )
     children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
     for key, child in children:
         yield from _find_infinite(child, f"{path}.{key}" if path else str(key))

@@ -70,7 +70,9 @@ def _check_redis_at(url: str) -> InstallationFinding:
             info = cast(dict[str, Any], redis.info())
             policy = str(info.get("maxmemory_policy", "noeviction"))
     except (AuthenticationError, ResponseError) as error:  # an AuthenticationError is a ConnectionError
-        return InstallationFinding(subject, "problem", f"refuses ({error}): mend it, or its password in the URL")
+        return InstallationFinding(
+            subject, "problem", f"refuses the connection ({error}): correct the password in the URL"
+        )
     except (RedisError, ValueError) as error:
         return InstallationFinding(subject, "advice", f"does not answer ({error}): start it, or the mesh")
     found = f"version {info['redis_version']}"

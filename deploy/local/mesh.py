@@ -235,7 +235,8 @@ class LocalMesh:
             return -1
         try:
             async with connect_async(self._redis_url, patience_s=1.0) as async_redis:
-                await RunStore(async_redis).want(self._config.exp_name, DesiredState.STOPPED)
+                store = RunStore(async_redis, orphaned_after_s=math.inf, mesh=self._id)
+                await store.want(self._config.exp_name, DesiredState.STOPPED)
             await asyncio.to_thread(request_stop, self._redis, self._config.exp_name, now=False)
             grace_s = _learner_grace_s(await asyncio.to_thread(read_report, self._redis, self._config.exp_name))
             grace_s += STOP_S if has_processes(self._config.track_with) else 0.0

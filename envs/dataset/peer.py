@@ -154,7 +154,7 @@ class Peer:
         while data:
             self._wait(self._write_fd, select.POLLOUT)
             try:
-                # A pipe that is ready takes so many bytes at once
+                # A pipe that is ready takes PIPE_BUF bytes without blocking
                 data = data[os.write(self._write_fd, data[: select.PIPE_BUF]) :]
             except BrokenPipeError:
                 raise EOFError("the program ended") from None

@@ -23,13 +23,16 @@ class SandboxFolder:
     def __init__(self) -> None:
         remove_leftovers(tempfile.gettempdir())
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
-        self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        self._descriptor: int | None = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         with suppress(OSError):  # NFS locks no folders: there, none is a leftover
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._descriptor)
+        """Remove the folder; no effect if it is gone."""
+        if self._descriptor is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 @functools.cache

@@ -111,6 +111,13 @@ class Shell:
         self._limits = limits
         self._lock = threading.Lock()
         self._temporary = SandboxFolder()
+        try:
+            self._start(folders)
+        except BaseException:
+            self._temporary.remove()
+            raise
+
+    def _start(self, folders: Sequence[str]) -> None:
         self._folder = self._temporary.path
         (self._folder / "work").mkdir()
         their_read, self._write_fd = os.pipe()
@@ -123,7 +130,7 @@ class Shell:
             .submit(
                 start_supervisor,
                 self._folder,
-                limits,
+                self._limits,
                 LAYERS,
                 (their_read, their_write),
                 writable=tuple(folders),

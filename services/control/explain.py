@@ -204,6 +204,7 @@ def _learner_busy(snapshot: RunSnapshot) -> Cause | None:
         "train": f"the learner trains step {step + 1}",
         "publish": f"the learner publishes version {step} out",
         "checkpoint": f"the learner saves a checkpoint of step {step}",
+        "ending": "the learner ends",
         "settle": f"the learner waits until its checkpoint of step {step} is on the disk",
         "no_room": f"the learner waits for room on the disk: too much is unsaved to continue after step {step}",
         "resume": "the learner loads its checkpoint",

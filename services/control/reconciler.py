@@ -378,8 +378,10 @@ class Reconciler:
     async def _drain(self, record: RunRecord, mesh: RunMesh) -> RunState:
         """Stop the learner gracefully, then the others; clean up."""
         now = record.wanted is DesiredState.KILLED or record.outcome is not RunState.STOPPED
-        if not now and self._store.clock() > record.draining_at + self._policy.drain_timeout_s:
-            now = not (await self._store.components.learner(record.run_id)).is_saving
+        if not now and (await self._store.components.learner(record.run_id)).is_saving:
+            await self._store.update(record.run_id, draining_at=self._store.clock())  # its grace begins anew
+        else:
+            now = now or self._store.clock() > record.draining_at + self._policy.drain_timeout_s
         if not now:
             await mesh.drain()
         observations = await self._observe(record, mesh.components)

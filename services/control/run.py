@@ -223,8 +223,8 @@ class LearnerReport:
 
     @property
     def is_saving(self) -> bool:
-        """Return whether it writes a checkpoint."""
-        return self.doing.get("stage") in ("checkpoint", "settle")
+        """Return whether it writes or uploads a checkpoint."""
+        return self.doing.get("stage") in ("checkpoint", "settle", "upload")
 
     @classmethod
     def decode(cls, values: Sequence[bytes | None]) -> "LearnerReport":

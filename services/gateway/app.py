@@ -6,6 +6,8 @@ Invariants: a key opens only its own episode; an answer is delivered only once r
 import asyncio
 import json
 import logging
+import math
+import re
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
@@ -32,6 +34,8 @@ Handler = Callable[[Request, EpisodeSession, dict[str, Any]], Awaitable[Response
 CLIENT_LEFT = 499
 MAX_BODY_BYTES = 64 << 20
 """Exceeds a policy's longest conversation."""
+SURROGATE = re.compile(rb"\\u[dD]")
+"""Escape of a surrogate, which may lack its other half."""
 CONTEXT_CHARS = 40
 """Shown before a mistake in a body."""
 
@@ -90,8 +94,9 @@ async def _body(request: Request) -> dict[str, Any]:
         if len(content) > MAX_BODY_BYTES:
             raise InvalidCallError(f"the body has more than {MAX_BODY_BYTES >> 20} MiB")
     try:
-        body = json.loads(content)
-        json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+        body = json.loads(content, parse_constant=_finite_number, parse_float=_finite_number)
+        if SURROGATE.search(content):
+            json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         before = error.object[max(0, error.start - CONTEXT_CHARS) : error.start]
         raise InvalidCallError(
@@ -102,6 +107,13 @@ async def _body(request: Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise InvalidCallError("the body is no JSON object")
     return body
+
+
+def _finite_number(text: str) -> float:
+    """Return a number; raises ValueError for one that JSON has not, which can't be sent on."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is no number of JSON")
+    return number
 
 
 def _error_response(request: Request, status: int, message: str, kind: str) -> Response:

@@ -234,7 +234,7 @@ class Group:
     admitted_version: int
     trajectories: tuple[Trajectory, ...]
     temperature: float | None = None
-    """Set if changed during the run."""
+    """Of its sampling; None for rows, and for groups of earlier builds, whose temperature is the configured one."""
     baselines: tuple[Trajectory, ...] = ()
     scores: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     """By key: float32, little-endian."""

@@ -40,7 +40,8 @@ def address_problem(url: str) -> str:
 def _has_unquoted_password(rest: str) -> bool:
     """Return whether the part before the host may end with a password that has a separator of URLs."""
     before, _, options = rest.partition("?")
-    if "#" in rest or ("@" in before and "@" not in before.partition("/")[0]):
+    host, _, path = before.partition("/")  # no host: the path of a socket
+    if "#" in rest or (host and "@" in path and "@" not in host):
         return True
     names = {option.partition("=")[0] for option in options.split("&")}
     return "@" in options and not names <= {*FILES, *CHOICES}

@@ -255,11 +255,14 @@ def test_adapters_are_trained_on_the_warm_start_which_stays_the_reference(
     assert_equal(saved, {name: tensor for name, tensor in apart.items() if ".lora_" in name})
 
 
+@pytest.mark.parametrize("of_second", [(), ("warm_start=null",)], ids=["warm-start", "none"])
 @pytest.mark.parametrize("engine", [(), FSDP2], ids=["zero-0", "fsdp2"])
 def test_adapters_from_another_runs_checkpoint_keep_their_base(
-    tmp_path: Path, ranks: Ranks, engine: tuple[str, ...]
+    tmp_path: Path, ranks: Ranks, engine: tuple[str, ...], of_second: tuple[str, ...]
 ) -> None:
-    first, second = (run_of(tmp_path / name, (*LORA, *engine)) for name in ("first", "second"))
+    first, second = (
+        run_of(tmp_path / name, (*LORA, *engine, *of)) for name, of in (("first", ()), ("second", of_second))
+    )
     trainer, again = begun(first, ranks), PolicyTrainer(second, ranks)
     train_on(trainer, GROUPS, 0)
     checkpoints = [run.checkpoints / "step-000001" for run in (first, second)]
@@ -269,7 +272,7 @@ def test_adapters_from_another_runs_checkpoint_keep_their_base(
     again.load(checkpoints[0], trainer.kl_coef)
     train_on(again, GROUPS, 1)
     again.save(checkpoints[1])
-    assert_equal(*(load_file(run.first_weights / "model.safetensors") for run in (first, second)))
+    assert_equal(*(load_file(run.output_dir / "start" / "model.safetensors") for run in (first, second)))
     adapter = json.loads((checkpoints[1] / "adapter" / "adapter_config.json").read_text())
     assert adapter["base_model_name_or_path"] == str(second.output_dir / "start")
     export_adapter(checkpoints[1], tmp_path / "adapter", print)

@@ -178,6 +178,7 @@ class Learner:
             if self._step < self._config.max_steps:
                 self._evaluate_and_checkpoint()
         saved = self._step == 0 or self._save_now()
+        self._reporter.set_activity("ending", step=self._step)
         if self._step < self._config.max_steps or not saved:
             self._finish_uploads(STOP_TIMEOUT_S)
             return False

@@ -125,7 +125,7 @@ class PolicyTrainer:
         self._build_companions()
         self._batches.load_state_dict(json.loads((folder / ALGORITHM).read_text()))
         self._policy.load(folder / "state" / "policy")
-        if self._uses_adapters and self._config.warm_start is not None:
+        if self._uses_adapters and _is_based_on_start(folder):
             self._restore_base(folder)
         if self._critic is not None:
             self._critic.load(folder / CRITIC_STATE)
@@ -377,3 +377,9 @@ class PolicyTrainer:
 
 def _cuda_rng(device: torch.device) -> Mapping[str, Tensor]:
     return {"cuda": torch.cuda.get_rng_state()} if device.type == "cuda" else {}
+
+
+def _is_based_on_start(checkpoint: Path) -> bool:
+    """Return whether the base of a checkpoint's adapter is a policy after its warm start."""
+    settings = json.loads((checkpoint / "adapter" / "adapter_config.json").read_text())
+    return Path(settings["base_model_name_or_path"]).name == START

@@ -28,7 +28,7 @@ class EnvReply:
     done: bool
     """Whether the env or `max_steps` ended the episode."""
     metrics: dict[str, float]
-    """Finite ones."""
+    """Metrics that are finite."""
 
 
 @dataclass(slots=True)

@@ -176,5 +176,7 @@ def test_a_run_whose_output_is_closed_stops_with_a_checkpoint(tmp_path: Path, is
             talking.send_signal(signal.SIGHUP)
             wait_until_sync(log.exists)
             talking.send_signal(signal.SIGHUP)
+        wait_until_sync(log.exists)
+        talking.send_signal(signal.SIGTERM)  # the first one that asks for an end
         assert talking.wait(60) == 0
     assert log.read_text().splitlines() == ["stop_learner", "stop stopped", "exit 130"]

@@ -164,7 +164,7 @@ def test_a_redis_that_refuses_the_password_is_a_problem(monkeypatch: pytest.Monk
         (finding,) = services._check_redis(Path())
         listener.shutdown(socket.SHUT_RDWR)
     assert finding.state == "problem"
-    assert finding.detail.startswith("refuses (")
+    assert finding.detail.startswith("refuses the connection (")
 
 
 @pytest.mark.parametrize("url", ["redis://localhost:port/0", "redis://:secret/x@host:6379/0", "http://localhost"])

@@ -269,7 +269,9 @@ async def test_a_graceful_stop_waits_for_a_checkpoint_that_is_being_written(
     clock.now += RestartPolicy().drain_timeout_s + 1
     await reconcile_until(reconciler, RunState.DRAINING, passes=3)
     assert set(mesh["learner"].stops) == {False}
-    await async_redis.hset(RunKeys("lake").record, "learner_doing", json.dumps({"stage": "publish", "step": 1}))
+    await async_redis.hset(RunKeys("lake").record, "learner_doing", json.dumps({"stage": "ending", "step": 1}))
+    await reconcile_until(reconciler, RunState.DRAINING, passes=3)
+    clock.now += RestartPolicy().drain_timeout_s + 1
     await reconcile_until(reconciler, RunState.STOPPED)
     assert mesh["learner"].stops[-1] is True
 

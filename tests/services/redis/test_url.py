@@ -104,6 +104,7 @@ def test_sound_urls_of_every_kind_pass_and_people_see_them_without_secrets():
         "redis://h",
         "redis://h:1/3",
         "unix:///run/redis.sock?db=1",
+        "unix:///run/redis@main/redis.sock",
         "rediss://u:pw@h:1/0?ssl_check_hostname=false",
     ):
         assert address_problem(url) == ""
