@@ -6,12 +6,13 @@ Invariant: a `ConfigError` lists all issues before the start.
 import copy
 import json
 import math
+import re
 import threading
 import warnings
 from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import ValidationError
 
@@ -41,6 +42,8 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 MAX_DOCUMENT_CHARS = 1_000_000
 JSON_NUL = "\\u0000"
 TINY = "tiny"
+INTERPOLATION = re.compile(r"(\\*)\$\{")
+"""Its start, with backslashes before it, of which two stand for one."""
 PROGRAM_KEYS = ("custom_envs.*.agent_runner.python", "actor_infer.strategy_args.python")
 """Keys of paths, or of names on the PATH."""
 PATH_KEYS = (
@@ -120,7 +123,8 @@ def read_document(document: str | dict[str, Any], *, working_dir: Path | None = 
     working_dir: base of relative paths; None keeps them.
 
     Raises:
-        ConfigError: with every issue; interpolations are one, because they would resolve in the service's environment.
+        ConfigError: with every issue; interpolations in a YAML text are one, because they would resolve in the service's
+            environment. In a tree `${...}` is text.
     """
     if isinstance(document, str):
         tree = parse_document(document)
@@ -328,9 +332,23 @@ def _resolve_env_paths(env: dict[str, Any], folder: Path) -> None:
 
 
 def dump_yaml(config: RunConfig) -> str:
+    """Return a file that is read as `config`: its texts have no interpolations."""
     import yaml
 
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(_escape(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
+
+
+def _escape(value: Any) -> Any:
+    """Escape `${` in texts, which OmegaConf would resolve in the environment of the reader."""
+    match value:
+        case str():
+            return INTERPOLATION.sub(lambda start: start[1] * 2 + "\\${", value)
+        case dict():
+            return {key: _escape(each) for key, each in cast(dict[str, Any], value).items()}
+        case list():
+            return [_escape(each) for each in cast(list[Any], value)]
+        case _:
+            return value
 
 
 def _allow_new_keys(overrides: Sequence[str]) -> list[str]:

@@ -186,6 +186,19 @@ def test_the_shown_configuration_loads_as_the_same_one(tmp_path: Path):
 def test_documents_are_accepted_as_yaml_or_tree():
     config = load_run(QUICKSTART)
     assert read_document(dump_yaml(config)) == config
+
+
+@pytest.mark.parametrize("overrides", [(), ("max_steps=3",)])
+@pytest.mark.parametrize(
+    "text",
+    ["costs ${price}", "${oc.env:HOME}", "${${oc.env:HOME}}", "\\${x} \\\\${y} \\z {w} $HOME", "${", "}$", "a\\"],
+)
+def test_texts_of_a_written_configuration_are_not_resolved(tmp_path: Path, text: str, overrides: tuple[str, ...]):
+    """`POST /runs` takes texts of others as JSON, and processes with the service's environment read the file."""
+    env = {"env_type": "frozen_lake", "env_instruction": text}
+    config = read_document({"exp_name": "x", "output_dir": str(tmp_path), "custom_envs": {"A": env}})
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    assert read_run(tmp_path / "config.yaml", overrides).custom_envs["A"].env_instruction == text
     assert read_document(config.model_dump(mode="json")) == config
 
 
