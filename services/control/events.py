@@ -33,6 +33,8 @@ MAX_VIEW_AGE_S = 0.5
 PAGE_SIZE = 500
 POSITION = re.compile(r"(\d{1,20})-(\d{1,20}),(\d{1,20})-(\d{1,20}),(\d{1,20})-(\d{1,20})")
 START = "0-0"
+LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
+"""Ends of lines that JSON leaves as they are, and that clients and libraries split data at."""
 
 
 class EventKind(StrEnum):
@@ -71,7 +73,8 @@ class Event:
     body: BaseModel
 
     def encode(self) -> ServerSentEvent:
-        return ServerSentEvent(raw_data=self.body.model_dump_json(), event=self.kind, id=str(self.position))
+        text = self.body.model_dump_json().translate(LINE_ENDS)
+        return ServerSentEvent(raw_data=text, event=self.kind, id=str(self.position))
 
 
 class SharedViews:
@@ -120,6 +123,14 @@ class Feed:
             ids[name] = entries[0][0].decode() if entries else START
         return Position(**ids)
 
+    async def has_sent_all(self, position: Position) -> bool:
+        """Return whether a watcher at `position` has each event, if the run is over."""
+        newest = await self.newest()
+        sent = {*self._kinds, *([EventKind.HISTORY] if EventKind.RUN in self._kinds else [])}
+        return all(
+            getattr(position, name) == getattr(newest, name) for name in self._streams if EventKind(name) in sent
+        )
+
     async def follow(self, position: Position) -> AsyncIterator[Event]:
         while True:
             view, is_over = await self._look()
@@ -128,6 +139,8 @@ class Feed:
             for event in events:
                 yield event
             if view is not None and self._is_news(view):
+                if is_over and EventKind.HISTORY not in self._kinds:  # which `has_sent_all` compares
+                    position = replace(position, history=(await self.newest()).history)
                 yield Event(EventKind.RUN, position, view)
             if position == before:
                 if is_over:

@@ -214,6 +214,6 @@ async def _first_position(feed: Feed, last_event_id: str | None, *, is_over: boo
     if last_event_id is None:
         return Position(START, START, START) if from_start else await feed.newest()
     position = read_position(last_event_id)
-    if is_over and position == await feed.newest():
+    if is_over and await feed.has_sent_all(position):
         raise HTTPException(204)
     return position

@@ -17,7 +17,8 @@ from redis import Redis
 from offbeat.services.buffer.api import Proof
 from offbeat.services.buffer.learner_client import RedisLearnerBuffer
 from offbeat.services.control.client import ControlClient, ControlRefusedError, StreamEvent, messages
-from offbeat.services.control.events import EventKind, Feed, Position, SharedViews
+from offbeat.services.control.event_schemas import HistoryView
+from offbeat.services.control.events import Event, EventKind, Feed, Position, SharedViews
 from offbeat.services.control.routes import MAX_WATCHERS
 from offbeat.services.control.run import DesiredState, RunState
 from offbeat.services.control.schemas import RunView
@@ -247,12 +248,27 @@ class _CutStream(httpx.AsyncByteStream):
         await self._inner.aclose()
 
 
-async def test_a_watcher_that_saw_the_end_gets_204(api: ApiHarness):
+@pytest.mark.parametrize(
+    "kinds", [(), ("run",), ("run", "life"), ("run", "history"), ("metrics",), ("history",)], ids="+".join
+)
+async def test_a_watcher_that_saw_the_end_gets_204(api: ApiHarness, kinds: tuple[str, ...]):
+    """Also one that asks for some kinds, as the console's views do."""
     await api.start("a", RunState.FINISHED)
+    await step(api, 0)
+    await life(api, 0, "trained")
     watcher = Watcher()
-    await watcher.read(api.client.events("a", from_start=True))
-    again = await api.http.get("/runs/a/events", headers={LAST_EVENT_ID: watcher.seen[-1].id})
+    await watcher.read(api.client.events("a", from_start=True, kinds=kinds))
+    query = "&".join(f"kind={kind}" for kind in kinds)
+    again = await api.http.get(f"/runs/a/events?{query}", headers={LAST_EVENT_ID: watcher.seen[-1].id})
     assert (again.status_code, again.content) == (204, b"")
+
+
+def test_ends_of_lines_in_a_text_do_not_end_an_events_data():
+    detail = {"answers": "a\u2028b\u2029c\x85d\n"}
+    sent = Event(EventKind.HISTORY, Position(), HistoryView(event="state", at=1.0, detail=detail)).encode().raw_data
+    assert sent is not None
+    assert len(sent.splitlines()) == 1
+    assert json.loads(sent)["detail"] == detail
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ function drawing(run, lit) {
     s("defs", {}, s("marker", { id: "tip", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto-start-reverse" },
       s("path", { d: "M0 0L8 4L0 8z" }))),
     edge("M210 62H326", 268, 34, "trajectories", rate(rates?.trajectories, "traj.")),
-    edge("M520 62H636", 578, 34, `${short(counters.submitted - counters.trained)} groups`, rate(rates?.tokens_trained, "tok.")),
+    edge("M520 62H636", 578, 34, "groups", rate(rates?.tokens_trained, "tok.")),
     edge("M735 104V216", 795, 155, "weights", rate(rates?.steps, "steps")),
     edge("M636 262H214", 425, 250, `newest version ${Math.max(run.version, 0)}`),
     edge("M115 216V108", 175, 155, "tokens", rate(rates?.tokens_generated, "tok.")),
