@@ -197,9 +197,10 @@ def read_report(folder: Path) -> dict[str, Any]:
 
 
 def draw_curve(path: Path, config: RunConfig, history: RunHistory, baselines: Mapping[str, float]) -> None:
-    """Draw success, else reward."""
-    steps, sampling = history.steps.newest(), "loss" if config.reads_data else "sampled"
-    metric = next((name for name in ("loss", "success") if any(name in step.values for step in steps)), "reward")
+    """Draw the loss of a data pipeline, else success, else reward."""
+    steps = history.steps.newest()
+    names, sampling = (("loss", "success"), "loss") if config.reads_data else (("success",), "sampled")
+    metric = next((name for name in names if any(name in step.values for step in steps)), "reward")
     draw_learning_curve(
         path,
         title=f"{config.exp_name}, seed {config.seed}",

@@ -1,6 +1,7 @@
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -11,7 +12,7 @@ from offbeat.deploy.cli.report import remake_report
 from offbeat.deploy.config.loader import dump_yaml, load_run
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.report.history import RunHistory
-from offbeat.deploy.report.report import ReportMaker, build_report, show_report
+from offbeat.deploy.report.report import ReportMaker, build_report, draw_curve, show_report
 from offbeat.envs.frozen_lake.rows import conversations, write_rows
 from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.control.schemas import CountersView
@@ -259,6 +260,22 @@ def test_a_data_pipelines_report_shows_its_losses(tmp_path: Path):
         ["loss of training rows", "1.8333", "1.8333"],
         ["loss of validation rows", "2.5000", "1.5000"],
     ]
+
+
+def test_the_curve_of_online_dpo_is_of_its_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its steps have a loss, too, which its evaluations do not."""
+    config = load_run(CONFIGS / "recipes/online_dpo.yaml", [f"output_dir={tmp_path}"])
+    found = records()
+    losses = [
+        MetricRecord("learner", {**each.values, "loss": mean([0.7])}, each.step, time=each.time) for each in found
+    ]
+    drawn: dict[str, Any] = {}
+    monkeypatch.setattr("offbeat.deploy.report.report.draw_learning_curve", lambda _, **parts: drawn.update(parts))
+    known = history([loss if each.source == "learner" else each for each, loss in zip(found, losses, strict=True)])
+    draw_curve(tmp_path / "learning_curve.png", config, known, {"random": 0.1})
+    assert (drawn["metric"], drawn["baselines"]) == ("success", {"random": 0.1})
+    assert [point.success for point in drawn["evaluations"]] == [0.25, 0.75]
+    assert [point.success for point in drawn["rollout"]] == [0.25, 0.5]
 
 
 def test_a_report_is_made_again_of_a_run_without_envs(tmp_path: Path, redis_url: str):
