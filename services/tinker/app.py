@@ -111,7 +111,8 @@ async def healthz(service: Service) -> Json:
 @router.post("/client/config")
 async def client_config(_: Owner, request: Request) -> Json:
     config: TinkerConfig = request.app.state.config
-    return {"sample_max_concurrent_requests": config.max_samples}
+    # Sent at once, the first chunk of a call is the last to be sent: no limit of bytes could be waited at
+    return {"sample_max_concurrent_requests": config.max_samples, "parallel_fwdbwd_chunks": False}
 
 
 @router.post("/client/dynamic_config")

@@ -52,11 +52,15 @@ class ModelBody(Body):
     model_id: Id
 
 
+MIN_EPS = 1.2e-38
+"""Smallest normal float32: Adam divides 0 by less where a gradient is 0."""
+
+
 class AdamBody(Body):
     learning_rate: float = Field(default=1e-4, ge=0, allow_inf_nan=False)
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
-    eps: float = Field(default=1e-12, ge=0, allow_inf_nan=False)
+    eps: float = Field(default=1e-12, ge=MIN_EPS, allow_inf_nan=False)
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     grad_clip_norm: float = Field(default=0.0, allow_inf_nan=False)
 

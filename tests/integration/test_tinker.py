@@ -142,12 +142,14 @@ def test_a_path_is_immutable(service: tinker.ServiceClient) -> None:
 
 
 def test_chunks_of_a_call_add_up(server: RunningServer, service: tinker.ServiceClient) -> None:
-    """Later chunks of a call are sent first, and held until the first is there."""
+    """Also where a client sends later chunks first: they are held until the first is there."""
     one, several = create(service), create(service)
     data = [datum(SENTENCE[: 3 + i]) for i in range(5)]
     whole = one.forward_backward(data, "cross_entropy").result()
     config = several.holder.get_client_config()
-    several.holder._client_config = config.model_copy(update={"fwdbwd_max_chunk_len": 2})
+    assert not config.parallel_fwdbwd_chunks  # a client that waits at a limit of bytes would wait for itself
+    unordered = {"fwdbwd_max_chunk_len": 2, "parallel_fwdbwd_chunks": True}
+    several.holder._client_config = config.model_copy(update=unordered)
     chunked = several.forward_backward(data, "cross_entropy").result()
     several.holder._client_config = config
     assert chunked.metrics["loss:sum"] == pytest.approx(whole.metrics["loss:sum"], rel=1e-5)

@@ -1,7 +1,7 @@
 """Frozen base model with named LoRA adapters, one of which is active, or one per span of tokens.
 
-Invariants: an adapter's initial weights depend only on its seed, and change no output; adapters do not affect each
-other.
+Invariants: an adapter's initial weights depend only on its seed, and change no output; they are float32, whatever the
+base's type; adapters do not affect each other.
 """
 
 import warnings
@@ -66,6 +66,8 @@ class AdapterPool:
             torch.manual_seed(lora.seed)
             inject_adapter_in_model(config, self.policy.model, name)
         self._make_trainable()
+        for parameter in self.parameters(name).values():
+            parameter.data = parameter.data.float()  # PEFT takes the base's type, in which small steps are lost
         return name
 
     def remove(self, name: str) -> None:

@@ -164,7 +164,7 @@ class ClientModel:
         self._load_moments(tensors, about["steps"])
         self._set_gradients(
             {
-                name.removeprefix("grad."): each.to(self._pool.device)
+                name.removeprefix("grad."): each.to(self._pool.device, torch.float32)
                 for name, each in tensors.items()
                 if name.startswith("grad.")
             }
@@ -219,8 +219,11 @@ class ClientModel:
     def _load_moments(self, tensors: dict[str, Tensor], steps: dict[str, float]) -> None:
         self._optimizer = self._new_optimizer()
         for name, count in steps.items():
-            moments = {key: tensors[f"{key}.{name}"].to(self._pool.device, copy=True) for key in MOMENTS}
-            self._optimizer.state[self.parameters[name]] = {"step": torch.tensor(count), **moments}
+            parameter = self.parameters[name]
+            moments = {
+                key: tensors[f"{key}.{name}"].to(parameter.device, parameter.dtype, copy=True) for key in MOMENTS
+            }
+            self._optimizer.state[parameter] = {"step": torch.tensor(count), **moments}
 
     def _new_optimizer(self) -> torch.optim.AdamW:
         return torch.optim.AdamW(list(self.parameters.values()))

@@ -217,3 +217,24 @@ def test_initial_weights_depend_on_the_seed_alone(pool: AdapterPool) -> None:
     ClientModel(pool, Lora(rank=4, seed=8))
     assert are_equal(first, weights(ClientModel(pool, LORA)))
     assert not are_equal(first, weights(ClientModel(pool, Lora(rank=4, seed=8))))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_adapters_of_a_16_bit_base_take_small_steps_in_float32(tmp_path: Path, dtype: str) -> None:
+    """In 16 bits, A would stay, and float16's moments of small gradients are 0."""
+    model = ClientModel(make_pool(tmp_path / "base", dtype), LORA)
+    train(model, 0)
+    model.step(OptimStep(learning_rate=1e-5))  # A's gradient is 0, as B is
+    before = weights(model)
+    train(model, 1)
+    model.step(OptimStep(learning_rate=1e-5))
+    model.save(tmp_path / "state")
+    for name, after in weights(model).items():
+        assert after.dtype == torch.float32
+        assert (after != before[name]).float().mean() > 0.9
+    again = ClientModel(model._pool, LORA)
+    again.load(tmp_path / "state")
+    for each in (model, again):
+        train(each, 2)
+        each.step(STEP)
+    assert are_equal(weights(model), weights(again))

@@ -20,9 +20,9 @@ VOCABULARY = 4 + 3 + 20
 LENGTHS = (5, 3, 7)
 
 
-def make_pool(folder: Path) -> AdapterPool:
+def make_pool(folder: Path, dtype: str = "float32") -> AdapterPool:
     write_tiny_policy(folder, TinyPolicyConfig(num_hidden_layers=2), [f"w{i}" for i in range(20)])
-    return AdapterPool(load_base(folder, ModelArgs(), seed=1), folder)
+    return AdapterPool(load_base(folder, ModelArgs.model_validate({"dtype": dtype}), seed=1), folder)
 
 
 def make_data(names: Sequence[str], lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[Datum]:
