@@ -148,8 +148,10 @@ def _env_code(key: str, env_type: str, env_config: Mapping[str, Any]) -> Iterato
         yield CodePath(f"{key}.env_type", entry_point_paths().get(env_type, env_type))
         return
     name = env_config.get("id")
-    if env_type == "gymnasium" and isinstance(name, str) and ":" in name:
-        yield CodePath(f"{key}.env_config.id", name.partition(":")[0])
+    if env_type == "gymnasium":
+        if isinstance(name, str) and ":" in name:
+            yield CodePath(f"{key}.env_config.id", name.partition(":")[0])
+        yield from _wrapper_code(f"{key}.env_config.wrappers", env_config)
     if env_type == "pettingzoo":
         yield from _game_code(f"{key}.env_config", env_config)
     if env_type == "harbor":
@@ -162,6 +164,13 @@ def _env_code(key: str, env_type: str, env_config: Mapping[str, Any]) -> Iterato
     wrapped, settings = env_config.get("env_type"), env_config.get("env_config", {})
     if env_type == "tools" and isinstance(wrapped, str) and isinstance(settings, dict):
         yield from _env_code(f"{key}.env_config", wrapped, cast(dict[str, Any], settings))
+
+
+def _wrapper_code(key: str, env_config: Mapping[str, Any]) -> Iterator[CodePath]:
+    wrappers = env_config.get("wrappers")
+    for place, each in enumerate(cast(list[Any], wrappers) if isinstance(wrappers, list) else []):
+        if isinstance(each, dict) and isinstance(path := cast(dict[str, Any], each).get("path"), str):
+            yield CodePath(f"{key}.{place}.path", path)
 
 
 def _game_code(key: str, env_config: Mapping[str, Any]) -> Iterator[CodePath]:

@@ -288,6 +288,13 @@ def test_code_programs_and_folders_beyond_the_rights_are_refused(key: str, tmp_p
             },
             "env_config.tools.0.limits.isolation",
         ),
+        (
+            {
+                "env_type": "gymnasium",
+                "env_config": {"id": "CartPole-v1", "wrappers": [{"path": "my_envs:Wrapper"}, {"path": "evil:f"}]},
+            },
+            "env_config.wrappers.1.path",
+        ),
         ({"env_type": "pettingzoo", "env_config": {"id": "evil:env"}}, "env_config.id"),
         ({"env_type": "pettingzoo", "env_config": {"id": "classic/chess-v6", "board": "evil:f"}}, "env_config.board"),
         (
