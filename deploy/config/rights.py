@@ -6,9 +6,8 @@ it imports.
 
 import inspect
 from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, cast
-
-import gymnasium
 
 from offbeat.deploy.config.checks.prompts import OnStep
 from offbeat.deploy.config.run import RunConfig
@@ -25,8 +24,40 @@ from offbeat.trainer.config.user_function import is_function
 from offbeat.trainer.trackers.registry import TRACKERS
 
 OWN_PACKAGE = "offbeat"
-OPPONENTS = "offbeat.deploy.agents.opponents"
-HARBOR_AGENTS = "offbeat.deploy.agents.harbor_shell"
+AGENTS = "offbeat.deploy.agents"
+OWN_CODE: Mapping[str, tuple[str, ...]] = {
+    "custom_envs.*.env_type": (),
+    "custom_envs.*.agent_runner.path": (
+        f"{AGENTS}.walker:play", f"{AGENTS}.harbor_trial:play", f"{AGENTS}.verifiers_env:play",
+    ),
+    "custom_envs.*.env_config.id": (),
+    "custom_envs.*.env_config.board": (),
+    "custom_envs.*.env_config.opponents.*.path": (
+        f"{AGENTS}.opponents:ChatOpponent", f"{AGENTS}.opponents:CheckpointOpponent",
+    ),
+    "custom_envs.*.env_config.wrappers.*.path": (),
+    "custom_envs.*.env_config.agent.import_path": (f"{AGENTS}.harbor_shell:ShellAgent",),
+    "custom_envs.*.env_config.agent.name": (f"{AGENTS}.harbor_shell:ShellAgent",),
+    "*_env_manager.task_sampler.path": ("offbeat.envs.task_samplers:Levels",),
+    "warm_start.demos": (
+        "offbeat.envs.dataset.arithmetic:careless_answers", "offbeat.envs.frozen_lake.demos:careful_wandering",
+        "offbeat.envs.harbor.demos:careless_solving", "offbeat.envs.sokoban.demos:clumsy_solving",
+        "offbeat.envs.webshop.demos:careless_shopping",
+    ),
+    "group_filter_cls": (),
+    "adv_estimator": (),
+    "pg_variant": (),
+    "reward_shaping.function": (),
+    "train_infer_correction.function": (),
+    "rewards.*.path": (),
+    "track_with.*": (),
+}  # fmt: skip
+"""Pattern of a key that names code -> what of Offbeat's own may be named there besides short names.
+
+With others, whose arguments come from the configuration, any function of Offbeat's would be callable.
+"""
+TRIAL_AGENTS = {f"{AGENTS}.harbor_trial": "harbor", f"{AGENTS}.verifiers_env": "verifiers"}
+"""Module of an agent that runs code of the first observation -> env whose settings, compared here, make it."""
 HARBOR_AGENT_KEYS = {
     "name", "import_path", "model_name", "kwargs", "env", "override_timeout_sec", "override_setup_timeout_sec",
     "max_timeout_sec",
@@ -96,23 +127,44 @@ def check_definitions(config: RunConfig, rights: Rights, on_step: OnStep) -> Ite
             imported = load_object(code.path)
         except Exception:
             continue
-        origin = inspect.getmodule(imported)
-        module = getattr(imported, "__module__", None) or (origin and origin.__name__) or ""
+        module, name = _definition(imported)
         if not rights.allows_module(module):
             yield ConfigIssue(
                 code.key, f"{code.path} is defined in {module or 'an unknown module'}, which is not in allow_modules"
             )
-        elif code.key.endswith("env_type") and module.partition(".")[0] == OWN_PACKAGE and not _is_env(imported):
-            # Its arguments come from the configuration: any function of Offbeat's would be callable
-            yield ConfigIssue(code.key, f"{code.path} is not an env")
-        elif ".opponents." in code.key and module.partition(".")[0] == OWN_PACKAGE and module != OPPONENTS:
-            yield ConfigIssue(code.key, f"{code.path} is not an opponent of {OPPONENTS}")
-        elif ".env_config.agent." in code.key and module.partition(".")[0] == OWN_PACKAGE and module != HARBOR_AGENTS:
-            yield ConfigIssue(code.key, f"{code.path} is not an agent of {HARBOR_AGENTS}")
+        elif module.partition(".")[0] == OWN_PACKAGE:
+            yield from _check_own(config, code, f"{module}:{name}")
 
 
-def _is_env(value: object) -> bool:
-    return isinstance(value, type) and issubclass(value, gymnasium.Env)
+def _definition(value: object) -> tuple[str, str]:
+    """Return the module and the name of an object's definition, or empty texts."""
+    origin = inspect.getmodule(value)
+    module = getattr(value, "__module__", None) or (origin and origin.__name__) or ""
+    return module, getattr(value, "__qualname__", "")
+
+
+def _check_own(config: RunConfig, code: CodePath, definition: str) -> Iterator[ConfigIssue]:
+    if definition not in own_code(code.key):
+        known = " or ".join(own_code(code.key)) or "a short name, or code of your own"
+        yield ConfigIssue(code.key, f"{code.path} of Offbeat's can't be named here with allow_modules: use {known}")
+        return
+    module = definition.partition(":")[0]
+    if module not in TRIAL_AGENTS:
+        return
+    env = config.custom_envs[code.key.removeprefix("custom_envs.").removesuffix(".agent_runner.path")]
+    made = (env.env_type, env.env_config.get("played_by"), env.agent_template)
+    if made != (TRIAL_AGENTS[module], "agent", "{observation}"):
+        yield ConfigIssue(
+            code.key,
+            f"{code.path} runs what an observation names: with allow_modules it needs env_type: {TRIAL_AGENTS[module]}, "
+            "played_by: agent, and no agent_template",
+        )
+
+
+def own_code(key: str) -> set[str]:
+    """Return what of Offbeat's own a key may name; a key in no pattern: nothing."""
+    named = [set(own) for pattern, own in OWN_CODE.items() if fnmatchcase(key, pattern)]
+    return set[str].intersection(*named) if named else set()
 
 
 def code_paths(config: RunConfig) -> Iterator[CodePath]:

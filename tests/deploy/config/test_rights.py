@@ -238,89 +238,90 @@ def test_code_programs_and_folders_beyond_the_rights_are_refused(key: str, tmp_p
     assert not list(check_rights(config, Rights()))
 
 
-@pytest.mark.parametrize(
-    ("env", "path"),
-    [
-        ({"env_type": "verifiers", "env_config": {"id": "primeintellect/evil-env"}}, "env_config.id"),
-        (
-            {"env_type": "verifiers", "env_config": {"id": "my_envs", "environment": {"id": "x"}}},
-            "env_config.environment",
-        ),
-        (
-            {"env_type": "tools", "env_config": {"env_type": "evil:Env", "tools": []}},
-            "env_config.env_type",
-        ),
-        (
-            {
-                "env_type": "tools",
-                "env_config": {"env_type": "math", "tools": [{"tool_id": "mcp", "command": ["sh", "-c", "id"]}]},
+ENVS: list[tuple[dict[str, Any], str]] = [
+    ({"env_type": "verifiers", "env_config": {"id": "primeintellect/evil-env"}}, "env_config.id"),
+    (
+        {"env_type": "verifiers", "env_config": {"id": "my_envs", "environment": {"id": "x"}}},
+        "env_config.environment",
+    ),
+    (
+        {"env_type": "tools", "env_config": {"env_type": "evil:Env", "tools": []}},
+        "env_config.env_type",
+    ),
+    (
+        {
+            "env_type": "tools",
+            "env_config": {"env_type": "math", "tools": [{"tool_id": "mcp", "command": ["sh", "-c", "id"]}]},
+        },
+        "env_config.tools.0.command",
+    ),
+    (
+        {"env_type": "code", "env_config": {"dataset_name": "x", "sandbox": {"isolation": "warn"}}},
+        "env_config.sandbox.isolation",
+    ),
+    ({"env_type": "harbor", "env_config": {"sandbox": {"image": "ubuntu:24.04"}}}, "env_config.sandbox.image"),
+    (trial(agent={"import_path": "evil:Agent"}), "env_config.agent.import_path"),
+    (trial(agent={"name": "evil:Agent"}), "env_config.agent.name"),
+    (trial(agent={"name": "terminus-2", "mcp_servers": [{"command": "sh"}]}), "env_config.agent.mcp_servers"),
+    (
+        trial(agent={"import_path": "my_envs:Agent", "env": {"HEADER": "${SECRET}"}}),
+        "env_config.agent.env.HEADER",
+    ),
+    (trial(environment={"import_path": "evil:Environment"}), "env_config.environment"),
+    (trial(environment={"type": "docker"}), "env_config.environment"),
+    (
+        {
+            "env_type": "tools",
+            "env_config": {"env_type": "harbor", "env_config": {"agent": {"name": "evil:Agent"}}},
+        },
+        "env_config.env_config.agent.name",
+    ),
+    (
+        {
+            "env_type": "tools",
+            "env_config": {
+                "env_type": "math",
+                "tools": [{"tool_id": "python_code", "limits": {"isolation": "warn"}}],
             },
-            "env_config.tools.0.command",
-        ),
-        (
-            {"env_type": "code", "env_config": {"dataset_name": "x", "sandbox": {"isolation": "warn"}}},
-            "env_config.sandbox.isolation",
-        ),
-        ({"env_type": "harbor", "env_config": {"sandbox": {"image": "ubuntu:24.04"}}}, "env_config.sandbox.image"),
-        (trial(agent={"import_path": "evil:Agent"}), "env_config.agent.import_path"),
-        (trial(agent={"name": "evil:Agent"}), "env_config.agent.name"),
-        (trial(agent={"name": "terminus-2", "mcp_servers": [{"command": "sh"}]}), "env_config.agent.mcp_servers"),
-        (
-            trial(agent={"import_path": "my_envs:Agent", "env": {"HEADER": "${SECRET}"}}),
-            "env_config.agent.env.HEADER",
-        ),
-        (trial(environment={"import_path": "evil:Environment"}), "env_config.environment"),
-        (trial(environment={"type": "docker"}), "env_config.environment"),
-        (
-            {
-                "env_type": "tools",
-                "env_config": {"env_type": "harbor", "env_config": {"agent": {"name": "evil:Agent"}}},
+        },
+        "env_config.tools.0.limits.isolation",
+    ),
+    (
+        {
+            "env_type": "gymnasium",
+            "env_config": {"id": "CartPole-v1", "wrappers": [{"path": "my_envs:Wrapper"}, {"path": "evil:f"}]},
+        },
+        "env_config.wrappers.1.path",
+    ),
+    ({"env_type": "pettingzoo", "env_config": {"id": "evil:env"}}, "env_config.id"),
+    ({"env_type": "pettingzoo", "env_config": {"id": "classic/chess-v6", "board": "evil:f"}}, "env_config.board"),
+    (
+        {
+            "env_type": "pettingzoo",
+            "env_config": {
+                "id": "classic/chess-v6",
+                "opponents": {"a": {}, "b": {"path": "evil:Opponent"}, "c": {"path": "my_envs:Opponent"}},
             },
-            "env_config.env_config.agent.name",
-        ),
-        (
-            {
-                "env_type": "tools",
-                "env_config": {
-                    "env_type": "math",
-                    "tools": [{"tool_id": "python_code", "limits": {"isolation": "warn"}}],
-                },
+        },
+        "env_config.opponents.b.path",
+    ),
+    (
+        {
+            "env_type": "pettingzoo",
+            "env_config": {
+                "id": "classic/chess-v6",
+                "opponents": {"a": {"path": "my_envs:Opponent", "args": {"api_key_env": "SECRET"}}},
             },
-            "env_config.tools.0.limits.isolation",
-        ),
-        (
-            {
-                "env_type": "gymnasium",
-                "env_config": {"id": "CartPole-v1", "wrappers": [{"path": "my_envs:Wrapper"}, {"path": "evil:f"}]},
-            },
-            "env_config.wrappers.1.path",
-        ),
-        ({"env_type": "pettingzoo", "env_config": {"id": "evil:env"}}, "env_config.id"),
-        ({"env_type": "pettingzoo", "env_config": {"id": "classic/chess-v6", "board": "evil:f"}}, "env_config.board"),
-        (
-            {
-                "env_type": "pettingzoo",
-                "env_config": {
-                    "id": "classic/chess-v6",
-                    "opponents": {"a": {}, "b": {"path": "evil:Opponent"}, "c": {"path": "my_envs:Opponent"}},
-                },
-            },
-            "env_config.opponents.b.path",
-        ),
-        (
-            {
-                "env_type": "pettingzoo",
-                "env_config": {
-                    "id": "classic/chess-v6",
-                    "opponents": {"a": {"path": "my_envs:Opponent", "args": {"api_key_env": "SECRET"}}},
-                },
-            },
-            "env_config.opponents.a.args.api_key_env",
-        ),
-        ({"env_type": "my_envs:sub.Env"}, "env_type"),
-        ({"env_type": "my_envs_of_others:Env"}, "env_type"),
-    ],
-)
+        },
+        "env_config.opponents.a.args.api_key_env",
+    ),
+    ({"env_type": "my_envs:sub.Env"}, "env_type"),
+    ({"env_type": "my_envs_of_others:Env"}, "env_type"),
+]
+"""Settings of envs that name code or programs, and the key that is refused."""
+
+
+@pytest.mark.parametrize(("env", "path"), ENVS)
 def test_code_within_an_envs_settings_is_refused(env: dict[str, Any], path: str, tmp_path: Path):
     config = validate_tree({"custom_envs": {"A": env}, "output_dir": str(tmp_path)})
     (issue,) = check_rights(config, Rights(("my_envs",)))

@@ -99,7 +99,10 @@ async def test_a_hanging_declaration_of_words_is_named_where_an_engine_needs_the
 @pytest.mark.usefixtures("modules")
 async def test_an_agent_of_harbors_trials_is_no_way_to_offbeats_functions():
     agent = "{played_by: agent, agent: {name: 'offbeat.envs.class_path:load_object', kwargs: {path: 'x:y'}}}"
-    with pytest.raises(RightsError, match=r"custom_envs\.Own\.env_config\.agent\.name.*is not an agent"):
+    with pytest.raises(
+        RightsError,
+        match=r"custom_envs\.Own\.env_config\.agent\.name.*use offbeat\.deploy\.agents\.harbor_shell:ShellAgent",
+    ):
         await check_in_process(with_env("harbor", agent), rights=Rights(("offbeat.*",)))
 
 
@@ -110,6 +113,7 @@ async def test_an_agent_of_harbors_trials_is_no_way_to_offbeats_functions():
         ("own_envs:Popen", "{args: [touch, PROOF]}"),
         ("own_envs:subprocess", "{}"),
         ("offbeat.envs.class_path:load_object", "{path: 'hanging_import:Env'}"),
+        ("offbeat.envs.tools:ToolEnv", "{env_type: math, tools: [{tool_id: mcp, command: [touch, PROOF]}]}"),
     ],
 )
 async def test_an_allowed_module_is_no_way_to_other_code(env_type: str, env_config: str, tmp_path: Path):
