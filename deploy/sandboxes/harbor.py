@@ -5,11 +5,11 @@ it, as it has no network. Before a task's tests arrive, the machine is protected
 """
 
 import asyncio
-import base64
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from offbeat.envs.harbor.dockerfile import read_dockerfile
+from offbeat.envs.harbor.file_list import SCRIPT, read_entries
 from offbeat.envs.harbor.machine import TESTS, TaskMachine
 from offbeat.envs.harbor.task import read_files
 from offbeat.envs.optional_imports import require
@@ -77,7 +77,8 @@ class SandboxEnvironment(base.BaseEnvironment):
         await asyncio.to_thread(self._download_file, source_path, Path(target_path))
 
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
-        """Copy folders and regular files; raises FileNotFoundError without the folder."""
+        """Copy folders and regular files; raises FileNotFoundError without the folder, ValueError for a list of files
+        that the sandbox's programs changed."""
         await asyncio.to_thread(self._download_dir, source_dir.rstrip("/"), Path(target_dir))
 
     async def exec(
@@ -134,16 +135,12 @@ class SandboxEnvironment(base.BaseEnvironment):
 
     def _download_dir(self, source: str, target: Path) -> None:
         machine = self._started()
-        script = (
-            'cd "$1" && find . -mindepth 1 \\( -type d -printf "d%p\\0" -o -type f -printf "f%p\\0" \\) | base64 -w 0'
-        )
-        result = machine.run(("bash", "-o", "pipefail", "-c", script, "bash", source), DEFAULT_TIMEOUT_S)
+        result = machine.run(("bash", "-o", "pipefail", "-c", SCRIPT, "bash", source), DEFAULT_TIMEOUT_S)
         if result.exit_code:
             raise FileNotFoundError(f"{source}: {result.output.strip()}")
         target.mkdir(parents=True, exist_ok=True)
-        for entry in base64.b64decode(result.output).decode(errors="surrogateescape").split("\0"):
-            kind, path = entry[:1], entry[3:]
+        for kind, path in read_entries(result.output):
             if kind == "d":
                 (target / path).mkdir(parents=True, exist_ok=True)
-            elif kind == "f":
+            else:
                 self._download_file(f"{source}/{path}", target / path)
