@@ -72,10 +72,7 @@ export async function show(context, main) {
   main.append(startActs(report, (await get("/recipes")).recipes));
 }
 
-/**
- * @param {any} run
- * @param {Reporter} report
- */
+/** @param {any} run @param {Reporter} report */
 function stateActs(run, report) {
   const act = (/** @type {string} */ name, /** @type {string} */ path, /** @type {string} */ effect) => button(report, name, () => `${name} ${run.id}? ${effect}`,
     async () => { const view = await send("POST", `/runs/${run.id}/${path}`); return `${run.id} is to be ${view.wanted}; it is ${view.state}.`; });
@@ -84,10 +81,7 @@ function stateActs(run, report) {
     act("Stop", "stop", "It drains, saves a checkpoint and ends."), act("Stop now", "stop?now=true", "It ends without draining.")));
 }
 
-/**
- * @param {any} run
- * @param {Reporter} report
- */
+/** @param {any} run @param {Reporter} report */
 function settingsActs(run, report) {
   const inputs = Object.fromEntries(SETTINGS.map((name) => [name, h("input", { type: "number", step: "any", size: 10, value: run.settings[name] })]));
   const changes = () => Object.fromEntries(SETTINGS.filter((name) => Number(inputs[name].value) !== run.settings[name]).map((name) => [name, Number(inputs[name].value)]));
@@ -100,10 +94,7 @@ function settingsActs(run, report) {
     })));
 }
 
-/**
- * @param {any} run
- * @param {Reporter} report
- */
+/** @param {any} run @param {Reporter} report */
 function derivedActs(run, report) {
   const step = h("input", { type: "number", min: 0, value: Math.max(run.step, 0), size: 8 });
   const name = h("input", { size: 20, placeholder: `${run.id}-fork-N` });
@@ -141,10 +132,7 @@ export async function follow(path, report, describe) {
   }
 }
 
-/**
- * @param {import("./app.js").Context} context
- * @param {Reporter} report
- */
+/** @param {import("./app.js").Context} context @param {Reporter} report */
 function quarantine(context, report) {
   const list = h("div");
   return h("section", {}, h("h2", {}, "Quarantine"), h("button", { type: "button", onclick: async () => {
@@ -195,10 +183,7 @@ async function submit(path, yaml, problems) {
   }
 }
 
-/**
- * @param {Reporter} report
- * @param {{name: string, about: string}[]} recipes
- */
+/** @param {Reporter} report @param {{name: string, about: string}[]} recipes */
 function startActs(report, recipes) {
   const yaml = h("textarea", { spellcheck: false, placeholder: "exp_name: lake\noutput_dir: runs/lake\n..." });
   const problems = h("ol", { class: "bad" });

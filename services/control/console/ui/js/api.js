@@ -1,8 +1,11 @@
 // Calls of the REST API; the session is a cookie that scripts can't read.
 
+import { byId } from "./dom.js";
 import { decodeTrajectory } from "./msgpack.js";
 
 const JSON_TYPE = "application/json";
+const REOPEN_MS = 1000;
+const UNREACHABLE = "unreachable";
 
 /** Refusal by the service: what is wrong, and for a configuration each key. */
 export class Refusal extends Error {
@@ -21,15 +24,16 @@ export class Refusal extends Error {
 /**
  * @param {string} method
  * @param {string} path
- * @param {{body?: any, type?: string, accept?: string}} [options]
+ * @param {{body?: any, type?: string, accept?: string, position?: string, signal?: AbortSignal}} [options]
  */
-async function call(method, path, { body, type = JSON_TYPE, accept = JSON_TYPE } = {}) {
+async function call(method, path, { body, type = JSON_TYPE, accept = JSON_TYPE, position, signal } = {}) {
   /** @type {Record<string, string>} */
   const headers = { accept };
   if (body !== undefined) headers["content-type"] = type;
-  const response = await fetch(path, { method, headers, body, credentials: "same-origin" });
+  if (position) headers["last-event-id"] = position;
+  const response = await fetch(path, { method, headers, body, signal, credentials: "same-origin" });
   if (response.ok) return response;
-  let error = { code: "unreachable", message: `${response.status} ${response.statusText}` };
+  let error = { code: UNREACHABLE, message: `${response.status} ${response.statusText}` };
   try {
     error = (await response.json()).error ?? error;
   } catch {
@@ -64,19 +68,12 @@ export async function get(path) {
   return (await call("GET", path)).json();
 }
 
-/**
- * @param {string} method
- * @param {string} path
- * @param {any} [body]
- */
+/** @param {string} method @param {string} path @param {any} [body] */
 export async function send(method, path, body) {
   return (await call(method, path, { body: body === undefined ? undefined : JSON.stringify(body) })).json();
 }
 
-/**
- * @param {string} path
- * @param {string} yaml
- */
+/** @param {string} path @param {string} yaml */
 export async function sendYaml(path, yaml) {
   return (await call("POST", path, { body: yaml, type: "application/yaml" })).json();
 }
@@ -91,17 +88,57 @@ export async function getTrajectory(path) {
   return decodeTrajectory(await (await call("GET", path, { accept: "application/msgpack" })).arrayBuffer());
 }
 
+/** @type {Map<object, string>} */
+const lost = new Map();
+
+/** Say in the page's head whether a stream is lost, and why. @param {object} stream @param {string} why empty if it is not */
+function noteLost(stream, why) {
+  if (why) lost.set(stream, why);
+  else lost.delete(stream);
+  byId("lost").textContent = [...new Set(lost.values())].map((each) => `No new events: ${each}`).join(" ");
+}
+
+/** Return whether to ask again: not if the service itself refuses the call for good. @param {unknown} error */
+const isPassing = (error) => !(error instanceof Refusal) || error.code === UNREACHABLE || error.status === 429 || error.status >= 500;
+
 /**
- * Listen to a run's events until the returned function is called.
+ * Listen to a run's events until the returned function is called. Unlike an EventSource, this opens a refused stream again.
  * @param {string} run
  * @param {Record<string, (data: any) => void>} listeners by kind of event
  * @param {boolean} [fromStart]
  */
 export function listen(run, listeners, fromStart = false) {
   const kinds = Object.keys(listeners).map((kind) => `kind=${kind}`).join("&");
-  const source = new EventSource(`/runs/${run}/events?${kinds}${fromStart ? "&from_start=true" : ""}`);
-  for (const [kind, listener] of Object.entries(listeners)) {
-    source.addEventListener(kind, (event) => listener(JSON.parse(event.data)));
-  }
-  return () => source.close();
+  const path = `/runs/${encodeURIComponent(run)}/events?${kinds}${fromStart ? "&from_start=true" : ""}`;
+  const leaving = new AbortController();
+  let position = "";
+  const dispatch = (/** @type {string} */ message) => {
+    const { event, data, id } = Object.fromEntries(message.split("\n").map((line) => line.split(/: (.*)/s, 2)));
+    if (!data) return;
+    position = id;
+    queueMicrotask(() => listeners[event](JSON.parse(data)));  // its errors are not the stream's
+  };
+  const read = async () => {
+    const { body, status } = await call("GET", path, { accept: "text/event-stream", position, signal: leaving.signal });
+    noteLost(leaving, "");
+    if (!body || status === 204) return leaving.abort();
+    const [reader, decoder] = [body.getReader(), new TextDecoder()];
+    for (let text = "", part = await reader.read(); !part.done; part = await reader.read()) {
+      const messages = (text + decoder.decode(part.value, { stream: true })).split("\n\n");
+      text = messages.pop() ?? "";
+      messages.forEach(dispatch);
+    }
+  };
+  const follow = async () => {
+    try {
+      await read();
+    } catch (error) {
+      if (leaving.signal.aborted) return;
+      noteLost(leaving, /** @type {Error} */ (error).message);
+      if (!isPassing(error)) return;
+    }
+    if (!leaving.signal.aborted) setTimeout(follow, REOPEN_MS);
+  };
+  follow();
+  return () => { leaving.abort(); noteLost(leaving, ""); };
 }

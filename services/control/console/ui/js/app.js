@@ -44,11 +44,7 @@ function readAddress() {
   return { view: view in VIEWS ? view : "mesh", run: decodeURIComponent(run ?? ""), params: new URLSearchParams(query) };
 }
 
-/**
- * @param {string} run
- * @param {string} view
- * @param {Record<string, any>} params
- */
+/** @param {string} run @param {string} view @param {Record<string, any>} params */
 function address(run, view, params) {
   const query = new URLSearchParams();
   for (const [name, value] of Object.entries(params)) {
@@ -105,10 +101,7 @@ function problem(error) {
   return h("p", { class: "bad", role: "alert" }, text);
 }
 
-/**
- * @param {Context} context
- * @param {string} view
- */
+/** @param {Context} context @param {string} view */
 function showFrame(context, view) {
   const select = byId("run");
   select.replaceChildren(...context.runs.map((run) => h("option", { value: run.id, selected: run.id === context.run }, run.id)));

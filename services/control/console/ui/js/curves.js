@@ -91,16 +91,10 @@ const changesOf = (run) => run.changes.map((/** @type {any} */ change) => (/** @
 const legend = (marks) => h("ul", {}, marks.map((mark) => h("li", {}, s("svg", { class: "line", "aria-hidden": true, viewBox: "0 0 20 4" },
   s("line", { x1: 0, x2: 20, y1: 2, y2: 2, stroke: MARKS[mark.kind].color, "stroke-width": 2, "stroke-dasharray": MARKS[mark.kind].dash.join(" ") })), ` ${mark.kind} ${clock(mark.at)}, step ${mark.step ?? "–"}: ${mark.text}`)));
 
-/**
- * @param {string} run
- * @param {URLSearchParams} params
- */
+/** @param {string} run @param {URLSearchParams} params */
 const runsOf = (run, params) => [...new Set((params.get("runs") ?? run).split(","))].filter(Boolean);
 
-/**
- * @param {string[]} runs
- * @param {URLSearchParams} params
- */
+/** @param {string[]} runs @param {URLSearchParams} params */
 const pathsOf = (runs, params) => runs.map((run) => `/runs/${encodeURIComponent(run)}/series?names=${encodeURIComponent(
   params.get("names") || DEFAULT.join(","))}&axis=${params.get("axis") ?? "step"}&points=${POINTS}`);
 

@@ -12,11 +12,7 @@ const SORTS = /** @type {[string, string][]} */ ([["number", "newest"], ["spread
   ["ratio", "largest ratio"], ["staleness", "most stale"], ["duration", "slowest"]]);
 const PHASES = /** @type {[string, string][]} */ ([["g-play", "played"], ["g-wait", "waited for its step"], ["g-keep", "until its checkpoint"], ["g-lost", "until it was dropped"]]);
 
-/**
- * @param {any} group
- * @param {number} from
- * @param {number} to
- */
+/** @param {any} group @param {number} from @param {number} to */
 function gantt(group, from, to) {
   const place = (/** @type {number} */ time) => 100 * (time - from) / Math.max(to - from, 1e-3);
   const lost = group.state === "dropped" || group.state === "failed";
@@ -37,10 +33,7 @@ function rewardsOf(rewards) {
   return rewards.length ? rewards.map((reward) => short(reward, 2)).join("  ") : "–";
 }
 
-/**
- * @param {import("./app.js").Context} context
- * @param {any[]} groups
- */
+/** @param {import("./app.js").Context} context @param {any[]} groups */
 function table(context, groups) {
   const times = groups.flatMap((group) => [group.admitted_at, group.submitted_at, group.trained_at, group.ended_at]).filter(Boolean);
   const [from, to] = [Math.min(...times), Math.max(...times)];
@@ -92,11 +85,7 @@ export async function show(context, main) {
   return () => { stop(); clearInterval(timer); };
 }
 
-/**
- * @param {import("./app.js").Context} context
- * @param {HTMLElement} main
- * @param {string} number
- */
+/** @param {import("./app.js").Context} context @param {HTMLElement} main @param {string} number */
 async function showOne(context, main, number) {
   const group = await get(`/runs/${context.run}/groups/${encodeURIComponent(number)}`);
   const rows = Object.entries(group).filter(([name, value]) => name !== "members" && value !== null && value !== "");

@@ -41,11 +41,7 @@ export async function lagMap(context, place) {
   place.replaceChildren(canvas, readout);
 }
 
-/**
- * @param {HTMLCanvasElement} canvas
- * @param {number[][]} counts
- * @param {number} most
- */
+/** @param {HTMLCanvasElement} canvas @param {number[][]} counts @param {number} most */
 function paint(canvas, counts, most) {
   const rows = counts[0].length;
   const [width, height] = [LABEL + counts.length * CELL, rows * CELL + 4];

@@ -4,10 +4,7 @@ export const CATEGORIES = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9"
 const CIVIDIS = [[0, 34, 78], [50, 68, 110], [104, 105, 115], [148, 141, 118], [200, 184, 102], [254, 232, 56]];
 const DIVERGING = [[0, 84, 159], [120, 170, 215], [238, 238, 238], [240, 170, 90], [180, 75, 0]];
 
-/**
- * @param {number[][]} stops
- * @param {number} share 0 to 1
- */
+/** @param {number[][]} stops @param {number} share 0 to 1 */
 function between(stops, share) {
   const place = Math.min(Math.max(share, 0), 1) * (stops.length - 1);
   const i = Math.min(Math.floor(place), stops.length - 2);

@@ -26,12 +26,7 @@ export async function show(context, main) {
   trajectories.forEach((trajectory, i) => fill(places[i], trajectory, column, `${path(indexes[i])}/frames`));
 }
 
-/**
- * @param {HTMLElement} place
- * @param {any} trajectory
- * @param {string} column
- * @param {string} frames path of its rendered frames
- */
+/** @param {HTMLElement} place @param {any} trajectory @param {string} column @param {string} frames path of its rendered frames */
 function fill(place, trajectory, column, frames) {
   const width = Math.max(240, Math.min(place.clientWidth - 4, 1400));
   const facts = { reward: short(trajectory.reward), "trained at step": trajectory.step, tag: trajectory.tag, seed: trajectory.seed, end: trajectory.stop_reason,
@@ -70,11 +65,7 @@ async function render(place, button, path) {
   }
 }
 
-/**
- * @param {any} trajectory
- * @param {any} turn
- * @param {number} i
- */
+/** @param {any} trajectory @param {any} turn @param {number} i */
 function turnOf(trajectory, turn, i) {
   const segment = trajectory.segments[turn.segment];
   const before = trajectory.turns[i - 1]?.segment === turn.segment ? trajectory.turns[i - 1].end : 0;

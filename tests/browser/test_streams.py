@@ -1,0 +1,64 @@
+"""The page opens its event streams again after a passing refusal, where they were, and says meanwhile that they are lost."""
+
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from offbeat.services.control.run import RunState
+from offbeat.services.keys import RunKeys
+
+pytestmark = pytest.mark.slow
+
+EVENT = (
+    'retry: 1000\n\nevent: history\ndata: {"event":"state","at":1.0,"detail":{"state":"draining"}}\nid: 0-0,0-0,1-0\n\n'
+)
+
+
+def refuse(route: Any, status: int, code: str, message: str) -> None:
+    route.fulfill(status=status, json={"error": {"code": code, "message": message}})
+
+
+def test_a_lost_stream_is_said_and_goes_on_after_its_last_event(control_url: str, redis_url: str, page: Any) -> None:
+    positions: list[str | None] = []
+
+    def answer(route: Any) -> None:
+        positions.append(route.request.headers.get("last-event-id"))
+        if len(positions) == 1:
+            route.fulfill(status=200, content_type="text/event-stream", body=EVENT)
+        elif len(positions) == 2:
+            refuse(route, 503, "redis_unavailable", "Redis is restarting")
+        elif len(positions) == 3:
+            refuse(route, 429, "too_many_watchers", "32 event streams are open")
+        else:
+            route.continue_()
+
+    page.route("**/events?*", answer)
+    page.goto(f"{control_url}/ui/#/mesh/lake")
+    for why in ("Redis is restarting", "32 event streams are open"):
+        page.get_by_text(f"No new events: {why}").wait_for()
+    page.locator("#lost:empty").wait_for(state="attached")
+    assert positions == [None, *["0-0,0-0,1-0"] * 3]
+    assert page.get_by_text("state draining").count() == 1
+    with Redis.from_url(redis_url) as redis:
+        redis.hset(RunKeys("lake").record, "state", RunState.PAUSED)
+    page.locator("#state", has_text="paused").wait_for()
+    assert page.locator("#lost").inner_text() == ""
+    page.problems.clear()  # Chromium reports the refusals itself
+
+
+def test_a_stream_of_a_deleted_run_or_at_its_end_is_not_opened_again(control_url: str, page: Any) -> None:
+    statuses: list[int] = []
+    page.on("response", lambda each: statuses.append(each.status) if "/events?" in each.url else None)
+    with page.expect_response(lambda each: each.status == 204):
+        page.goto(f"{control_url}/ui/#/mesh/pond")
+    page.route("**/events?*", lambda route: refuse(route, 404, "unknown_run", "there is no run 'lake'"))
+    page.wait_for_timeout(1500)
+    assert statuses == [200, 204]
+    page.goto(f"{control_url}/ui/#/mesh/lake")
+    page.get_by_text("No new events: there is no run 'lake'").wait_for()
+    page.wait_for_timeout(1500)
+    assert statuses == [200, 204, 404]
+    page.get_by_role("link", name="Acts").click()
+    page.locator("#lost:empty").wait_for(state="attached")
+    page.problems.clear()  # Chromium reports the 404 itself
