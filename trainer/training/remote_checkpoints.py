@@ -163,11 +163,11 @@ class RemoteFolder:
         return f"manifest-{self._epoch:06d}-{sequence:06d}.json"
 
     def _newest_list(self) -> tuple[int, list[RemoteCheckpoint]]:
-        """Return the newest whole list and its epoch."""
+        """Return the newest whole list and its epoch; raises `CheckpointError` for a name that is no checkpoint's."""
         for name in sorted((name for name in self._names() if LISTS.fullmatch(name)), reverse=True):
             try:
                 tree = json.loads(self._fs.cat_file(f"{self._root}/{name}"))
-                return int(tree["epoch"]), [RemoteCheckpoint(**each) for each in tree["checkpoints"]]
+                return int(tree["epoch"]), [_read_entry(name, each) for each in tree["checkpoints"]]
             except (FileNotFoundError, ValueError, KeyError, TypeError):  # replaced since, or half written
                 continue
         return 0, []
@@ -289,6 +289,13 @@ def _runs_below(url: str) -> list[tuple[RemoteFolder, list[RemoteCheckpoint]]]:
     with top._translating():
         below = [RemoteFolder(f"{top.url}/{name}") for name in sorted(top._names()) if not name.startswith(".")]
     return [(run, listed) for run in below if (listed := run.read_list())]
+
+
+def _read_entry(file: str, entry: dict[str, Any]) -> RemoteCheckpoint:
+    checkpoint = RemoteCheckpoint(**entry)
+    if not CHECKPOINT.fullmatch(checkpoint.name):  # a path, in the store of another
+        raise CheckpointError(f"{file} lists {checkpoint.name!r}, which is no checkpoint's name")
+    return checkpoint
 
 
 def _read_manifest(path: Path) -> dict[str, list[int]]:

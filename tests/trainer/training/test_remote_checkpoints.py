@@ -260,3 +260,18 @@ def test_a_name_outside_of_the_checkpoint_is_refused(
     fs.pipe_file(f"{root}/{new.name}/manifest.json", json.dumps({"../../evil": [1, 1]}).encode())
     with pytest.raises(CheckpointError, match="outside"):
         fetch_by_url(url, tmp_path / "restored")
+
+
+@pytest.mark.parametrize("name", ["../../../planted", "/tmp/planted", "planted", "checkpoint-000004.000001-000001/.."])
+def test_a_list_with_a_name_that_is_no_checkpoints_is_refused(tmp_path: Path, name: str) -> None:
+    """Files of another's store would be written, and folders deleted, outside of `restored`."""
+    planted, run = tmp_path / "planted", tmp_path / "a/b/run"
+    for folder in (planted, run):
+        folder.mkdir(parents=True)
+    (planted / "manifest.json").write_text("{}")
+    entry = {"name": name, "step": 4, "lineage": "", "serial": 1, "epoch": 1}
+    (run / "manifest-000001-000001.json").write_text(json.dumps({"schema": 1, "epoch": 1, "checkpoints": [entry]}))
+    mine = tmp_path / "x/y/z/restored"
+    with pytest.raises(CheckpointError, match="which is no checkpoint's name"):
+        fetch_by_url(f"file://{run}", mine)
+    assert not mine.exists()
