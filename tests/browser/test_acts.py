@@ -87,6 +87,22 @@ def test_settings_are_changed_and_scaled_and_a_refusal_names_the_key(control_url
     page.problems.clear()  # Chromium reports the 422 itself
 
 
+def test_a_setting_that_is_no_number_is_not_sent(control_url: str, page: Any) -> None:
+    sent: list[Any] = []
+    page.on("request", lambda each: sent.append(each.post_data_json) if each.method == "PATCH" else None)
+    open_acts(page, control_url)
+    page.get_by_label("learning rate").fill("")
+    page.get_by_role("button", name="Change", exact=True).click()
+    page.get_by_text("No setting is changed.").wait_for()
+    page.get_by_label("learning rate").press_sequentially("1e")
+    page.get_by_role("button", name="Change", exact=True).click()
+    page.get_by_text("learning rate: not a number").wait_for()
+    page.get_by_label("learning rate").fill("")
+    page.get_by_label("temperature").fill("0.9")
+    assert act(page, "Change") == 'Changed: {"temperature":0.9}'
+    assert sent == [{"temperature": 0.9}]
+
+
 def test_a_run_is_started_after_its_problems_are_shown_beside_the_lines(control_url: str, page: Any) -> None:
     open_acts(page, control_url)
     page.get_by_label("Configuration, as YAML").fill('{\n "exp_nam": "sea"}')

@@ -84,7 +84,13 @@ function stateActs(run, report) {
 /** @param {any} run @param {Reporter} report */
 function settingsActs(run, report) {
   const inputs = Object.fromEntries(SETTINGS.map((name) => [name, h("input", { type: "number", step: "any", size: 10, value: run.settings[name] })]));
-  const changes = () => Object.fromEntries(SETTINGS.filter((name) => Number(inputs[name].value) !== run.settings[name]).map((name) => [name, Number(inputs[name].value)]));
+  const changes = () => {
+    const unread = SETTINGS.find((name) => inputs[name].validity.badInput);
+    if (unread) throw new Error(`${unread.replaceAll("_", " ")}: not a number`);
+    const changed = SETTINGS.filter((name) => inputs[name].value && inputs[name].valueAsNumber !== run.settings[name]);
+    if (!changed.length) throw new Error("No setting is changed.");
+    return Object.fromEntries(changed.map((name) => [name, inputs[name].valueAsNumber]));
+  };
   return h("section", {}, h("h2", {}, "Settings"), h("div", { class: "bar" }, SETTINGS.map((name) => h("label", {}, name.replaceAll("_", " "), inputs[name])),
     button(report, "Change", () => `Change ${JSON.stringify(changes())}?`, async () => {
       const asked = changes();
