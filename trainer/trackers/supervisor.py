@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from offbeat.services.process import JsonLines
 from offbeat.services.telemetry import MetricRecord, MetricsSink, Partial
@@ -199,7 +199,10 @@ def _log_name(tracker: str) -> str:
     return f"tracker-{folder_name(tracker)}.log"
 
 
-SECRET = re.compile(r"(^|_)(api_key|password|secret|token)$", re.IGNORECASE)
+SECRET = re.compile(r"(^|_)(api_key|access_key|password|secret|token)$", re.IGNORECASE)
+ENVIRONMENT = "system_envs"
+URL_USER = re.compile(r"://[^/\s@]+@")
+MASK = "***"
 
 
 def make_start_messages(run: LearnerRun, resumed_step: int) -> list[StartMessage]:
@@ -224,7 +227,12 @@ def make_start_messages(run: LearnerRun, resumed_step: int) -> list[StartMessage
 
 
 def without_secrets(value: Any, key: str = "") -> Any:
-    """Mask values of secret keys."""
+    """Mask values of secret keys and of `system_envs`, and users of URLs."""
     if isinstance(value, Mapping):
-        return {str(name): without_secrets(inner, str(name)) for name, inner in value.items()}
-    return "***" if isinstance(value, str) and SECRET.search(key) else value
+        table = cast(Mapping[str, Any], value)
+        return {str(name): MASK if key == ENVIRONMENT else without_secrets(table[name], str(name)) for name in table}
+    if isinstance(value, list | tuple):
+        return [without_secrets(each, key) for each in cast(Sequence[Any], value)]
+    if isinstance(value, str):
+        return MASK if SECRET.search(key) else URL_USER.sub(f"://{MASK}@", value)
+    return value

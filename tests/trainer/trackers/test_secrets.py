@@ -1,0 +1,31 @@
+"""A run's configuration without secrets, as trackers' servers get it."""
+
+from typing import Any
+
+import pytest
+
+from offbeat.trainer.trackers.supervisor import without_secrets
+
+
+@pytest.mark.parametrize(
+    ("tree", "public"),
+    [
+        (
+            {"system_envs": {"AWS_SECRET_ACCESS_KEY": "s3", "PGPASSWORD": "pw", "PORT": 1}},
+            {"system_envs": {"AWS_SECRET_ACCESS_KEY": "***", "PGPASSWORD": "***", "PORT": "***"}},
+        ),
+        (
+            {"agent": {"env": {"AWS_SECRET_ACCESS_KEY": "x", "HF_TOKEN": "y", "SHELL": "bash"}}},
+            {"agent": {"env": {"AWS_SECRET_ACCESS_KEY": "***", "HF_TOKEN": "***", "SHELL": "bash"}}},
+        ),
+        ({"rewards": [{"name": "r", "api_key": "x"}]}, {"rewards": [{"name": "r", "api_key": "***"}]}),
+        ({"base_url": "http://u:pw@host:1/v1"}, {"base_url": "http://***@host:1/v1"}),
+        ({"url": "redis://:pw@host:1", "mail": "a@b", "n": 1}, {"url": "redis://***@host:1", "mail": "a@b", "n": 1}),
+        (
+            {"reward_key": "reward", "max_new_tokens": 8, "tags": ["a", None]},
+            {"reward_key": "reward", "max_new_tokens": 8, "tags": ["a", None]},
+        ),
+    ],
+)
+def test_secrets_are_masked_and_other_values_kept(tree: dict[str, Any], public: dict[str, Any]):
+    assert without_secrets(tree) == public
