@@ -158,6 +158,50 @@ def test_a_reproduction_is_followed_through_a_refusal(control_url: str, page: An
     page.problems.clear()  # Chromium reports the refusals itself
 
 
+def test_a_running_reproduction_leaves_the_answers_of_other_acts(control_url: str, page: Any) -> None:
+    polls = 0
+
+    def answer(route: Any) -> None:
+        nonlocal polls
+        polls += route.request.method == "GET"
+        route.fulfill(json={"step": 0, "state": "running", "error": "", "result": None})
+
+    open_acts(page, control_url)
+    page.route("**/reproduce*", answer)
+    act(page, "Reproduce")
+    page.get_by_text("Reproduction of step 0: running.").wait_for()
+    act(page, "Pause")
+    said = page.get_by_text("lake is to be paused; it is running.")
+    said.wait_for()
+    with page.expect_response("**/reproduce"), page.expect_response("**/reproduce"):
+        pass
+    assert said.is_visible()
+    page.get_by_role("link", name="Curves").click()
+    page.get_by_role("group", name="Runs").wait_for()
+    seen = polls
+    page.wait_for_timeout(1500)
+    assert polls == seen, "a view that was left asks no more"
+
+
+def test_a_refused_plan_is_said_while_another_runs(control_url: str, page: Any) -> None:
+    view = {"state": "running", "error": "", "result": None}
+    refusal = {"error": {"code": "conflict", "message": "a plan of run 'lake' is running"}}
+
+    def answer(route: Any) -> None:
+        is_asked = route.request.method == "POST"
+        route.fulfill(status=409 if is_asked else 200, json=refusal if is_asked else view)
+
+    page.route("**/runs/lake/plan", answer)
+    page.goto(f"{control_url}/ui/#/plan/lake")
+    page.get_by_role("button", name="Simulate").click()
+    page.get_by_text(refusal["error"]["message"]).wait_for()
+    with page.expect_response("**/plan"):
+        pass
+    page.get_by_text("Simulating ...").wait_for()
+    assert page.get_by_text(refusal["error"]["message"]).is_visible()
+    page.problems.clear()  # Chromium reports the 409 itself
+
+
 def test_a_plan_is_made_and_shown(control_url: str, page: Any) -> None:
     page.goto(f"{control_url}/ui/#/plan/lake")
     page.get_by_text("No plan was made yet.").wait_for()

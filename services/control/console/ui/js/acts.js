@@ -110,24 +110,26 @@ function derivedActs(run, report) {
     const view = await send("POST", `/runs/${run.id}/fork?step=${step.value}`, body());
     return `Started ${view.id} in ${view.paths.output_dir}.`;
   });
+  const job = h("div", { "aria-live": "polite" });
   const reproduce = button(report, "Reproduce", () => `Train ${run.id} again up to step ${step.value}, beside it, and compare the weights?`, async () => {
     await send("POST", `/runs/${run.id}/reproduce?step=${step.value}`);
     const describe = (/** @type {any} */ view) => `Reproduction of step ${view.step}: ${view.state}. ${view.error} ${JSON.stringify(view.result?.compared ?? [])}`;
-    follow(`/runs/${run.id}/reproduce`, report, describe);
+    follow(`/runs/${run.id}/reproduce`, job, describe);
     return `Reproducing step ${step.value} ...`;
   });
   return h("section", {}, h("h2", {}, "From a checkpoint"), h("div", { class: "bar" }, h("label", {}, "Step", step), h("label", {}, "Name of the fork", name),
-    h("label", {}, "Changed keys, as JSON", keys), fork, reproduce));
+    h("label", {}, "Changed keys, as JSON", keys), fork, reproduce), job);
 }
 
 /**
- * Report a job's states until its end; a service that is busy or restarts is asked again.
+ * Report a job's states in a place of its own until its end or until the view is left; a service that is busy or restarts is asked again.
  * @param {string} path
- * @param {Reporter} report
+ * @param {HTMLElement} place
  * @param {(view: any) => string} describe
  */
-export async function follow(path, report, describe) {
-  const again = () => void setTimeout(() => follow(path, report, describe), POLL_MS);
+export async function follow(path, place, describe) {
+  const report = reporter(place);
+  const again = () => void setTimeout(() => place.isConnected && follow(path, place, describe), POLL_MS);
   try {
     const view = await get(path);
     report.done(describe(view));
