@@ -127,6 +127,9 @@ class _BuildReader:
             found = sorted(self.context.glob(pattern)) if re.search(r"[*?\[]", pattern) else [self.context / pattern]
             if not found or not all(path.exists() for path in found):
                 self.obstacles.append(f"{name} {source}: not in the folder environment/")
+            if any(path.exists() and not path.resolve().is_relative_to(self.context.resolve()) for path in found):
+                self.obstacles.append(f"{name} {source}: leads out of the folder environment/")
+                continue
             paths += found
         mode = int(flags["chmod"], 8) if flags.get("chmod", "").isdigit() else None
         self.actions.append(BuildCopy(tuple(paths), f"{absolute.rstrip('/')}/" if is_folder else absolute, mode))

@@ -17,6 +17,7 @@ from offbeat.envs.sandbox.shell import UploadedFile
 
 CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
 IGNORED_FILES = (".harborignore",)
+STEP_FOLDERS = ("tests", "solution", "workdir")
 
 
 class Section(BaseModel):
@@ -138,6 +139,7 @@ def find_tasks(root: Path) -> tuple[HarborTask, ...]:
 def load_task(folder: Path) -> HarborTask:
     """Load a task; raises ValueError with the file that is wrong."""
     path = folder / "task.toml"
+    _check_inside(folder, "task.toml", "instruction.md", "environment", "environment/Dockerfile", "tests", "solution")
     try:
         file = TaskFile.model_validate(tomllib.loads(path.read_text()))
     except ValidationError as error:
@@ -168,6 +170,13 @@ def read_files(folder: Path) -> dict[str, UploadedFile]:
     return files
 
 
+def _check_inside(folder: Path, *names: str) -> None:
+    """Raise ValueError for a link out of a task's folder, which would show its agent files of the host."""
+    for name in names:
+        if (folder / name).exists() and not (folder / name).resolve().is_relative_to(folder.resolve()):
+            raise ValueError(f"{folder / name} leads out of {folder}")
+
+
 def _single_step(folder: Path, file: TaskFile) -> TaskStep:
     return TaskStep(
         name="",
@@ -185,6 +194,7 @@ def _single_step(folder: Path, file: TaskFile) -> TaskStep:
 def _multi_steps(folder: Path, file: TaskFile) -> Iterator[TaskStep]:
     for section in file.steps or ():
         step = folder / "steps" / section.name
+        _check_inside(folder, *(f"steps/{section.name}/{name}" for name in ("instruction.md", *STEP_FOLDERS)))
         own, shared, agent_timeout_s = step / "tests", folder / "tests", section.agent.timeout_sec
         yield TaskStep(
             name=section.name,

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from offbeat.envs.harbor.dockerfile import BuildCopy, read_dockerfile
 from offbeat.envs.harbor.obstacles import find_obstacles
 from offbeat.envs.harbor.task import find_tasks, load_task, read_files
 from offbeat.envs.harbor.trial import parse_rewards
@@ -62,6 +63,34 @@ def test_a_link_out_of_a_task_is_refused(task_folder: TaskFolder):
     (task_folder.path / "tests/secret").symlink_to("/etc/passwd")
     with pytest.raises(ValueError, match=r"tests/secret leads out of"):
         read_files(task_folder.path / "tests")
+
+
+@pytest.mark.parametrize("name", ["tests", "solution", "instruction.md", "environment", "steps/a/workdir"])
+def test_a_part_of_a_task_that_is_a_link_out_of_it_is_refused(task_folder: TaskFolder, tmp_path: Path, name: str):
+    if name.startswith("steps"):
+        task_folder.write("task.toml", '[[steps]]\nname = "a"\n')
+        task_folder.write("steps/a/instruction.md", "do it")
+    path, secret = task_folder.path / name, tmp_path / "secret"
+    if path.exists():
+        path.rename(tmp_path / "moved")
+    secret.mkdir()
+    (secret / "test.sh").touch()
+    path.symlink_to(secret)
+    with pytest.raises(ValueError, match=rf"{name} leads out of"):
+        load_task(task_folder.path)
+
+
+@pytest.mark.parametrize("source", ["../../secret", "../../secret/*", "link"])
+def test_files_outside_of_the_context_are_not_copied(task_folder: TaskFolder, source: str):
+    secret = task_folder.path.parent / "secret"
+    secret.mkdir()
+    (secret / "key").write_text("k")
+    (task_folder.path / "environment/link").symlink_to(secret / "key")
+    task_folder.write("environment/Dockerfile", f"FROM ubuntu\nCOPY {source} Dockerfile /app/")
+    assert f"its Dockerfile: COPY {source}: leads out of the folder environment/" in obstacles(task_folder)
+    (copy,) = read_dockerfile(task_folder.path / "environment/Dockerfile").actions
+    assert isinstance(copy, BuildCopy)
+    assert [path.name for path in copy.sources] == ["Dockerfile"]
 
 
 @pytest.mark.parametrize(
