@@ -279,7 +279,10 @@ def programs(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _engine_programs(key: str, engine: VllmConfig) -> Iterator[tuple[str, str]]:
     for name, value in (engine.model_extra or {}).items():
         is_plain = value is None or isinstance(value, bool | int | float)
-        if (name in CODE_ENGINE_KEYS and value) or (not is_plain and name not in TEXT_ENGINE_KEYS):
+        is_name = name in TEXT_ENGINE_KEYS and isinstance(value, str) and value.isidentifier()
+        # SGLang's command line takes the beginning of an option for it
+        is_switch = any(code.startswith(name) for code in CODE_ENGINE_KEYS) and value
+        if is_switch or not (is_plain or is_name):
             yield f"{key}.{name}", "this argument of vLLM, which can name code,"
 
 

@@ -1,8 +1,9 @@
 """Configuration of the generation service (`actor_infer` in a run's YAML)."""
 
-from typing import Literal
+import re
+from typing import Literal, Self
 
-from pydantic import ConfigDict, Field, JsonValue, field_validator
+from pydantic import ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from offbeat.envs.config import Config
 from offbeat.services.devices import DeviceMapping
@@ -62,6 +63,14 @@ class VllmConfig(Config):
     """Runs that an application of the deploy file serves at once, each by its own adapter on one base. Above 1 it needs
     `max_lora_rank`, vLLM and `on_weight_update: keep`. A run's own application serves that run alone.
     """
+
+    @model_validator(mode="after")
+    def _others_have_names_of_arguments(self) -> Self:
+        """SGLang's become options of a command line, where `a=b` would set a text."""
+        for name in self.model_extra or ():
+            if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII):
+                raise ValueError(f"{name!r} is no name of an argument: letters, digits and `_`")
+        return self
 
     @property
     def world_size(self) -> int:

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import validate_tree
-from offbeat.deploy.config.rights import OWN_CODE, check_definitions, code_paths
+from offbeat.deploy.config.rights import OWN_CODE, check_definitions, check_rights, code_paths
 from offbeat.envs.class_path import ROOT, load_object
 from offbeat.services.control.rights import Rights
+from offbeat.trainer.config.aliases import ENGINE
 from tests.deploy.config.test_rights import ENVS, NAMING, OWN
 
 IMPORTS = ("load_object", "resolve_name", "import_module", "spec_from_file_location", "__import__", "run_path")
@@ -147,3 +149,22 @@ def test_an_agent_that_runs_what_observations_name_has_its_own_env(env: dict[str
     runner = {"path": "offbeat.deploy.agents.harbor_trial:play"}
     keys = [] if passes else ["custom_envs.A.agent_runner.path"]
     assert refused({"custom_envs": {"A": {**env, "agent_runner": runner}}}, tmp_path) == keys
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("trust_remote_code", True), ("trust_remote", True), ("dtype", "--x"), ("kv_cache_dtype", ["auto", "--x"])],
+)
+def test_trusting_a_model_folders_code_is_refused(name: str, value: object, tmp_path: Path):
+    """As options of SGLang, too: by their beginnings, or within a list."""
+    arguments = {"max_num_seqs": 8, "kv_cache_dtype": "fp8_e5m2", "seed": None, name: value}
+    infer = {"strategy_args": {"strategy_config": arguments}}
+    config = validate_tree({**OWN, "output_dir": str(tmp_path), "actor_infer": infer})
+    (issue,) = check_rights(config, Rights(()))
+    assert issue.path == f"{ENGINE}.{name}"
+
+
+@pytest.mark.parametrize("name", ["trust-remote-code", "tokenizer-path=/any", "a b", "é"])
+def test_an_engines_argument_has_a_name(name: str):
+    with pytest.raises(ConfigError, match="is no name of an argument"):
+        validate_tree({**OWN, "actor_infer": {"strategy_args": {"strategy_config": {name: True}}}})

@@ -340,14 +340,6 @@ def test_a_trial_of_allowed_code_in_an_allowed_folder_passes(tmp_path: Path):
     assert issues(Path("/etc")) == ["custom_envs.A.env_config.trials_dir"]
 
 
-def test_trusting_a_model_folders_code_is_refused(tmp_path: Path):
-    arguments = {"trust_remote_code": True, "max_num_seqs": 8, "kv_cache_dtype": "auto", "seed": None}
-    infer = {"strategy_args": {"strategy_config": arguments}}
-    config = validate_tree({**OWN, "output_dir": str(tmp_path), "actor_infer": infer})
-    (issue,) = check_rights(config, Rights(()))
-    assert issue.path == f"{ENGINE}.trust_remote_code"
-
-
 @pytest.mark.parametrize(
     ("module", "allowed"),
     [
