@@ -121,6 +121,25 @@ def test_a_run_is_started_after_its_problems_are_shown_beside_the_lines(control_
     assert page.request.get(f"{control_url}/runs/sea").status == 200
 
 
+@pytest.mark.parametrize(
+    ("yaml", "path", "line"),
+    [
+        ("custom_envs:\n  lake:\n    max_steps: 20\nmax_steps: abc\n", "max_steps", 4),
+        ("actor_train:\n  device: cpu\nactor_infer:\n  args:\n    name: vllm\n", "actor_train.args.name", 1),
+        ("# a: 1\na:\n\n  b:\n    c: 1\n  # c: 2\n  c: 3\n", "a.c", 7),
+        ('{\n "a": {\n  "b":1,\n  "c" : 2\n }\n}', "a.c", 4),
+        ("envs:\n- name: lake\n  size: 4\nsize: 3\n", "envs.0.size", 1),
+        ("a: 1\n", "b", 0),
+    ],
+)
+def test_the_line_of_a_problem_is_within_its_section(
+    folder_url: str, page: Any, yaml: str, path: str, line: int
+) -> None:
+    page.goto(f"{folder_url}/ui/#/acts/lake")
+    find = "async ([yaml, path]) => (await import('/ui/js/acts.js')).lineOf(yaml, path)"
+    assert page.evaluate(find, [yaml, path]) == line
+
+
 def test_a_recipe_fills_the_configuration(control_url: str, page: Any) -> None:
     open_acts(page, control_url)
     page.get_by_label("From a recipe").select_option("recipes/dapo")

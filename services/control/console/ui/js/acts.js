@@ -7,6 +7,7 @@ export const title = "Acts";
 
 const POLL_MS = 1000;
 const PASSING = [429, 503];
+const KEY = /^(\s*)(["']?)([^\s"'#{[-][^"':]*?)\2\s*:/;
 const SETTINGS = ["num_workers", "num_replicas", "learning_rate", "temperature", "max_staleness", "num_env_groups"];
 
 /**
@@ -155,18 +156,22 @@ function quarantine(context, report) {
 }
 
 /**
- * Return the number of the line that sets a key of a configuration, or 0.
+ * Return the number of the line that sets a key of a configuration, that of the nearest section around it, or 0.
  * @param {string} yaml
  * @param {string} path dotted
  */
 export function lineOf(yaml, path) {
-  const lines = yaml.split("\n");
-  let [at, indent, found] = [0, -1, 0];
+  let level = yaml.split("\n").flatMap((line, i) => {
+    const match = KEY.exec(line);
+    return match ? [{ number: i + 1, indent: match[1].length, name: match[3] }] : [];
+  });
+  let found = 0;
   for (const part of path.split(".")) {
-    const next = lines.findIndex((line, i) => i >= at && line.trimStart().replace(/^["']|["']\s*:/g, (quote) => quote.endsWith(":") ? ":" : "").startsWith(`${part}:`)
-      && line.length - line.trimStart().length > indent);
-    if (next < 0) return found;
-    [at, indent, found] = [next + 1, lines[next].length - lines[next].trimStart().length, next + 1];
+    const at = level.findIndex((key) => key.indent === level[0].indent && key.name === part);
+    if (at < 0) return found;
+    const [section, ...below] = level.slice(at);
+    const end = below.findIndex((key) => key.indent <= section.indent);
+    [level, found] = [end < 0 ? below : below.slice(0, end), section.number];
   }
   return found;
 }
