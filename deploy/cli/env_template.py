@@ -1,5 +1,6 @@
 """Files of `offbeat env new`."""
 
+import importlib.util
 import keyword
 import re
 import sys
@@ -112,7 +113,7 @@ def write_template(folder: Path, name: str) -> list[Path]:
     """Write an env, its test and a run configuration.
 
     Raises:
-        BadNameError: not snake_case, a keyword, or a module of Python.
+        BadNameError: not snake_case, a keyword, or a module of Python or of an installed package.
         FileExistsError: a file exists; nothing is written.
     """
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name):
@@ -121,6 +122,12 @@ def write_template(folder: Path, name: str) -> list[Path]:
         raise BadNameError(
             f"{name} is a module of Python, which {name}.py would hide: take another name, such as `{name}_game`"
         )
+    if (
+        (spec := importlib.util.find_spec(name))
+        and spec.origin
+        and not Path(spec.origin).is_relative_to(folder.resolve())
+    ):
+        raise BadNameError(f"{name} is an installed module, which {name}.py would hide: take another name")
     cls = class_name(name)
     title = name.replace("_", " ").capitalize()
     texts = {f"{name}.py": ENV, f"test_{name}.py": TEST, f"{name}.yaml": RUN}

@@ -145,8 +145,8 @@ class FolderArchive:
             return life.tag
         try:
             config = self.run_config
-            if config.train_env_manager.task_sampler is not None:
-                return ""
+            if config.train_env_manager.task_sampler is not None or config.reads_data or config.plays_prompts:
+                return ""  # drawn, or of the row
             return train_task(config, config.seed, life.number).tag
         except NotRecordedError:
             return ""

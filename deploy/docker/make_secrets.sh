@@ -11,6 +11,11 @@ create() { [ -e "$folder/$1" ] || printf '%s' "$2" > "$folder/$1"; }
 mkdir -p "$folder"
 chmod 700 "$folder"
 create redis-url "redis://:$(random)@$host:6379/0"
+url=$(cat "$folder/redis-url")
+if [ "${url##*@}" != "$host:6379/0" ]; then # of another host: the password stays
+    printf '%s' "${url%@*}@$host:6379/0" > "$folder/redis-url.new"
+    mv -f "$folder/redis-url.new" "$folder/redis-url"
+fi
 create token "$(random)"
 create ray-token "$(random)"
 # Containers read them as another user; the folder is closed to others

@@ -17,7 +17,7 @@ if [ -n "${OFFBEAT_TOKEN_FILE:-}" ]; then
 fi
 
 # Serve answers a while before its applications do
-answers() { python -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5)' "$url/healthz" 2>/dev/null; }
+answers() { python3 -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5)' "$url/healthz" 2>/dev/null; }
 
 serve deploy "$deploy"
 attempts=${OFFBEAT_START_ATTEMPTS:-300}

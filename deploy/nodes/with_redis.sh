@@ -10,7 +10,7 @@ password=${url#redis://:}
 password=${password%%@*}
 port=${url##*:}
 port=${port%%/*}
-server=$(python -c 'from offbeat.services.redis.server import server_binary; print(server_binary(None))')
+server=$(python3 -c 'from offbeat.services.redis.server import server_binary; print(server_binary(None))')
 
 # The configuration comes through stdin: arguments are for everyone to read
 printf '%s\n' "port $port" "requirepass $password" 'bind * -::*' "dir $PWD/runs/redis" 'appendonly yes' 'appendfsync everysec' \

@@ -219,9 +219,12 @@ def render_episodes(folder: Path, config: RunConfig) -> None:
         except Exception:
             # User code: a failed rendering must not prevent the report.
             logger.exception("rendering %s with seed %d failed", recorded.tag, recorded.seed)
-    if episodes:
-        write_gif(folder / GIF, episodes)
-        write_html(folder / HTML, episodes, title=f"{config.exp_name}: episodes")
+    try:
+        if episodes:
+            write_gif(folder / GIF, episodes)
+            write_html(folder / HTML, episodes, title=f"{config.exp_name}: episodes")
+    except Exception:
+        logger.exception("the episodes are not rendered")
 
 
 def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> None:

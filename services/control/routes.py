@@ -195,7 +195,7 @@ def _add_events(routes: APIRouter, service: ControlService) -> None:
     ) -> AsyncIterator[ServerSentEvent]:
         """Server-sent events until the run is over; resumes after `Last-Event-ID`."""
         feed, position = opened
-        yield ServerSentEvent(retry=RETRY_MS)
+        yield ServerSentEvent(retry=RETRY_MS, id=str(position))  # with which a client that gets no event resumes
         try:
             async for event in feed.follow(position):
                 yield event.encode()

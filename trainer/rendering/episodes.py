@@ -92,9 +92,12 @@ def render_frame(env: registry.TextEnv) -> Frame | None:
         drawn: Any = env.render()
     except NotImplementedError:  # gymnasium's default
         return None
-    if isinstance(drawn, np.ndarray) and drawn.dtype == np.uint8 and drawn.ndim == 3:
-        return drawn
-    return None
+    if not isinstance(drawn, np.ndarray) or drawn.dtype != np.uint8 or drawn.ndim < 2:
+        return None
+    if drawn.shape[2:] not in ((), (1,), (3,), (4,)):
+        return None
+    image = Image.fromarray(drawn[:, :, 0] if drawn.shape[2:] == (1,) else drawn)  # gray, RGB or RGBA
+    return np.asarray(image.convert("RGB"))
 
 
 def write_gif(path: Path, episodes: Sequence[PlayedEpisode], *, columns: int = 4) -> bool:
@@ -106,14 +109,13 @@ def write_gif(path: Path, episodes: Sequence[PlayedEpisode], *, columns: int = 4
     blocks = [[episode for episode in drawable if episode.recorded.title == title] for title in titles]
     columns = min(columns, max(len(block) for block in blocks))
     num_frames = max(len(episode.frames) for episode in drawable) + HOLD_FRAMES
-    images = [
-        Image.fromarray(
-            np.concatenate(
-                [_add_title(title, _mosaic(b, at, columns)) for title, b in zip(titles, blocks, strict=True)]
-            )
-        )
-        for at in range(num_frames)
-    ]
+    images: list[Image.Image] = []
+    for at in range(num_frames):
+        mosaics = [_add_title(title, _mosaic(b, at, columns)) for title, b in zip(titles, blocks, strict=True)]
+        width = max(mosaic.shape[1] for mosaic in mosaics)
+        padding = [((0, 0), (0, width - mosaic.shape[1]), (0, 0)) for mosaic in mosaics]
+        rows = [np.pad(mosaic, pad, constant_values=255) for mosaic, pad in zip(mosaics, padding, strict=True)]
+        images.append(Image.fromarray(np.concatenate(rows)))
     # One palette for all frames: left to itself, Pillow picks one per frame, and colours flicker.
     palette = images[-1].quantize(64)
     paletted = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images]

@@ -136,7 +136,7 @@ def main() -> None:
         ended = bool(select.select([sys.stdin.fileno()], [], [], POLL_S)[0])
         try:
             renderer.render_new()
-        except OSError:  # a full disk: tried again
+        except Exception:  # a full disk, or pictures of a user's env: tried again
             logger.exception("rendering failed")
         if ended:
             return

@@ -103,6 +103,9 @@ def test_secrets_of_compose_are_generated_once(tmp_path: Path):
     assert (tmp_path / "secrets").stat().st_mode & 0o777 == 0o700
     subprocess.run([script], check=True)
     assert {name: path.read_text() for name, path in files.items()} == before
+    subprocess.run([script, "offbeat-redis"], check=True)
+    assert files["redis-url"].read_text() == before["redis-url"].replace("@redis:", "@offbeat-redis:")
+    assert files["redis-url"].stat().st_mode & 0o777 == 0o444
 
 
 @pytest.mark.parametrize("name", serve_configs())

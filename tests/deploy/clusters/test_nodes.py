@@ -152,7 +152,7 @@ def test_the_mesh_of_one_run_ends_with_it(
     path = command_path(
         tmp_path,
         serve='echo "serve $*" >> log',
-        python="exit 0",
+        python3="exit 0",
         offbeat=f"""echo "offbeat $*" >> log
 case "$2$3" in start--dry-run) {try_resume};; start*) {start};; watch*) {watch};; esac""",
     )
@@ -168,7 +168,7 @@ case "$2$3" in start--dry-run) {try_resume};; start*) {start};; watch*) {watch};
 
 
 def test_a_mesh_that_does_not_come_up_is_shut_down(tmp_path: Path):
-    path = command_path(tmp_path, serve='echo "serve $*" >> log', python="exit 1", sleep="exit 0")
+    path = command_path(tmp_path, serve='echo "serve $*" >> log', python3="exit 1", sleep="exit 0")
     done = run(tmp_path, NODES / "run_once.sh", "d.yaml", "r.yaml", path=path, OFFBEAT_START_ATTEMPTS="3")
     assert done.returncode == 1
     assert "the control service at http://127.0.0.1:8000 does not answer" in done.stderr
@@ -186,7 +186,11 @@ def test_slurm_job_runs_the_script_on_every_node(tmp_path: Path):
     sbatch = ROOT / "deploy" / "slurm" / "offbeat.sbatch"
     job = {"SLURM_JOB_NODELIST": "localhost,node2", "SLURM_NNODES": "2"}
     done = run(tmp_path, "bash", sbatch, "my.yaml", "seed=2", path=path, **job)
-    assert done.stdout.split() == [
-        *("--ntasks=2", "--ntasks-per-node=1", "deploy/nodes/run_nodes.sh", "10.0.0.7", "2", "my.yaml", "seed=2")
-    ], done.stderr
+    *options, script, address, nodes = done.stdout.split()[:5]
+    assert (options, address, nodes) == (["--ntasks=2", "--ntasks-per-node=1"], "10.0.0.7", "2"), done.stderr
+    assert done.stdout.split()[5:] == ["my.yaml", "seed=2"]
+    assert (NODES / "run_nodes.sh").samefile(script), "of the package, outside of the repository"
+    (tmp_path / "deploy" / "nodes").mkdir(parents=True)
+    done = run(tmp_path, "bash", sbatch, "my.yaml", path=path, **{**job, "SLURM_JOB_NODELIST": "node2"})
+    assert done.stdout.split()[2:4] == ["deploy/nodes/run_nodes.sh", "10.0.0.7"], done.stderr
     assert run(tmp_path, "bash", sbatch, path=path, **job).returncode == 2

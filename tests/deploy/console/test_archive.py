@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from offbeat.deploy.config.loader import dump_yaml
+from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.console.archive import FolderArchive, find_checkpoint
 from offbeat.services.control.console.archive import GroupQuery, NotRecordedError, UnknownGroupError
 from offbeat.services.control.console.schemas import NO_OUTCOME, GroupSort, GroupState
@@ -202,3 +204,15 @@ def test_a_complete_checkpoint_is_found_by_its_step(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-000002" / "model.safetensors").write_bytes(b"other")
     with pytest.raises(NotRecordedError, match=r"model.safetensors is damaged"):
         find_checkpoint(tmp_path, 2)
+
+
+@pytest.mark.parametrize("pipeline", ["sft", "rlvr"])
+def test_an_untrained_group_of_rows_has_no_tag_yet(tmp_path: Path, pipeline: str) -> None:
+    """Rows have their tags, and which row it is, the learner knows."""
+    folder = write_run(tmp_path / "run")
+    rows = {"pipeline": pipeline, "data": {"dataset_name": "rows.jsonl"}}
+    envs = {} if pipeline == "sft" else {"custom_envs": {"math": {"env_type": "prompt", "max_steps": 1}}}
+    config = RunConfig.model_validate_json(json.dumps({"output_dir": str(folder), **rows, **envs}))
+    (folder / "config.yaml").write_text(dump_yaml(config))
+    groups = {group.number: group.tag for group in FolderArchive(folder).groups(GroupQuery()).groups}
+    assert (groups[9], groups[3]) == ("", "tag")

@@ -263,6 +263,16 @@ async def test_a_watcher_that_saw_the_end_gets_204(api: ApiHarness, kinds: tuple
     assert (again.status_code, again.content) == (204, b"")
 
 
+async def test_a_watcher_of_new_events_alone_gets_204_after_the_end(api: ApiHarness):
+    """No event comes whose id it could send back."""
+    await api.start("a", RunState.FINISHED)
+    await step(api, 0)
+    first = await api.http.get("/runs/a/events?kind=metrics")
+    (position,) = (line.removeprefix("id: ") for line in first.text.splitlines() if line.startswith("id: "))
+    again = await api.http.get("/runs/a/events?kind=metrics", headers={LAST_EVENT_ID: position})
+    assert (again.status_code, again.content) == (204, b"")
+
+
 def test_ends_of_lines_in_a_text_do_not_end_an_events_data():
     detail = {"answers": "a\u2028b\u2029c\x85d\n"}
     sent = Event(EventKind.HISTORY, Position(), HistoryView(event="state", at=1.0, detail=detail)).encode().raw_data

@@ -1,14 +1,17 @@
 from pathlib import Path
 
 import gymnasium
+import numpy as np
 import pytest
 from PIL import Image
 
 from offbeat.deploy.config.loader import load_run
 from offbeat.deploy.config.run import RunConfig
 from offbeat.trainer.rendering.episodes import (
+    PlayedEpisode,
     RecordedEpisode,
     play_again,
+    render_frame,
     write_gif,
     write_html,
 )
@@ -69,3 +72,40 @@ def test_an_env_without_images_is_shown_by_its_texts(tmp_path: Path):
     assert not write_gif(tmp_path / "e.gif", [episode])
     write_html(tmp_path / "e.html", [episode], title="Texts")
     assert "&lt;seed 7&gt;" in (tmp_path / "e.html").read_text()
+
+
+class Pictures(Counting):
+    """Frames of a shape."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._shape = shape
+
+    def render(self):
+        return np.full(self._shape, 128, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("shape", [(8, 6), (8, 6, 1), (8, 6, 3), (8, 6, 4)])
+def test_frames_of_every_kind_become_rgb(shape: tuple[int, ...]):
+    frame = render_frame(Pictures(shape))
+    assert frame is not None
+    assert frame.shape == (8, 6, 3)
+    assert (frame[:, :, 0] == 128).all()
+
+
+@pytest.mark.parametrize("shape", [(8,), (8, 6, 2), (2, 8, 6, 3)])
+def test_arrays_that_are_no_pictures_are_left_out(shape: tuple[int, ...]):
+    assert render_frame(Pictures(shape)) is None
+
+
+def test_an_animation_has_frames_of_several_sizes(tmp_path: Path):
+    episodes = [
+        PlayedEpisode(
+            RecordedEpisode(title, "Count", 1, ("a",), 0.0, False),
+            ("", ""),
+            (np.zeros((height, width, 3), dtype=np.uint8),) * 2,
+        )
+        for title, height, width in (("before", 8, 60), ("after", 9, 200))
+    ]
+    assert write_gif(tmp_path / "all.gif", episodes)
+    with Image.open(tmp_path / "all.gif") as gif:
+        assert gif.size[0] >= 200
