@@ -6,6 +6,7 @@ Invariants: devices are numbered node by node; two holders of one role never sha
 import ast
 import fcntl
 import os
+import stat
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -97,9 +98,12 @@ class DeviceClaim:
     """Claim of a slot, released by the kernel when the process ends."""
 
     def __init__(self, slots: Sequence[EngineDevices], node_id: str, role: str, folder: Path | None = None) -> None:
-        """Claim the first free slot on the node; raises `NoDeviceError`."""
+        """Claim the first free slot on the node; raises `NoDeviceError`, also if another user can write to `folder`."""
         self._folder = folder or Path(tempfile.gettempdir()) / f"offbeat-devices-{os.getuid()}"
         self._folder.mkdir(mode=0o700, exist_ok=True)
+        status = self._folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise NoDeviceError(f"{self._folder} is not a folder of this user alone (mode 0700): remove it")
         self._locks: list[IO[bytes]] = []
         here = [slot for slot in slots if slot.node_id == node_id]
         for slot in here:
@@ -111,7 +115,8 @@ class DeviceClaim:
 
     def _lock(self, names: Sequence[str]) -> bool:
         for name in names:
-            file = (self._folder / name).open("wb")
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            file = os.fdopen(os.open(self._folder / name, flags, 0o600), "r+b")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

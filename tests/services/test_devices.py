@@ -74,6 +74,22 @@ def test_overlapping_slots_of_two_runs_exclude_each_other(tmp_path: Path) -> Non
     held.release()
 
 
+def test_a_folder_or_file_that_another_user_made_is_not_written_to(tmp_path: Path) -> None:
+    """The folder's name in /tmp is known: a link there would empty a file of this user."""
+    victim, folder = tmp_path / "precious", tmp_path / "claims"
+    victim.write_text("precious")
+    folder.mkdir(mode=0o700)
+    (folder / "a-engine-0").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic links"):
+        DeviceClaim([EngineDevices("a", (0,))], "a", "engine", folder)
+    folder.chmod(0o777)
+    (tmp_path / "link").symlink_to(tmp_path)
+    for place in (folder, tmp_path / "link"):
+        with pytest.raises(NoDeviceError, match="this user alone"):
+            DeviceClaim([EngineDevices("b", (0,))], "b", "engine", place)
+    assert victim.read_text() == "precious"
+
+
 def test_a_killed_holder_frees_its_devices(tmp_path: Path) -> None:
     code = (
         "import time; from pathlib import Path; from offbeat.services.devices import *; slots = [EngineDevices('a', (0,))]; "

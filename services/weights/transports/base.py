@@ -202,9 +202,10 @@ def _write_atomically(path: Path, write: Callable[[Path], object]) -> tuple[str,
     # A folder: safetensors writes to a file that it names itself, which stays if it is killed
     folder = path.with_name(path.name + ".part")
     try:
-        folder.mkdir()
+        folder.mkdir(mode=0o700)
         part = folder / path.name
         write(part)
+        part.chmod(0o600)
         with part.open("rb") as stream:
             digest = digest_of(stream)
         part.rename(path)

@@ -72,6 +72,7 @@ ABC = "blake3:6437b3ac38465133ffb63b75273a8db548c558465d79db03fd359c6cd5bd9d85"
 @pytest.mark.parametrize(("content", "digest"), [(b"", EMPTY), (b"abc", ABC)])
 def test_digests_are_blake3_of_the_whole_file(content: bytes, digest: str, tmp_path: Path) -> None:
     assert write_bytes(tmp_path / "file", content) == (digest, len(content))
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600  # /dev/shm is everybody's
     assert digest_of_bytes(np.frombuffer(content, dtype=np.uint8)) == digest
 
 
