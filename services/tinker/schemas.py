@@ -88,7 +88,8 @@ class SamplerWeightsBody(SaveWeightsBody):
 
 
 class LoadWeightsBody(Body):
-    path: Id
+    path: str
+    """Any: a command that is refused keeps its place in the sequence."""
     optimizer: bool
     base_model: str | None = None
     optimizer_config: OptimizerBody | None = None

@@ -4,6 +4,7 @@ Invariants: a repeated call changes nothing and gets the same answer; other keys
 """
 
 import asyncio
+import logging
 import secrets
 import time
 from collections import Counter
@@ -53,11 +54,14 @@ from offbeat.services.tinker.schemas import (
 from offbeat.services.tinker.store import TinkerStore
 from offbeat.services.tinker.wire import decode_forward_backward, encode_sample_response
 
+logger = logging.getLogger(__name__)
+
 NO_EXTERNAL_WEIGHTS = (
     "save_weights_external is not available: save_weights_for_sampler writes a PEFT adapter, into checkpoints/ of the "
     "server's folder"
 )
 NO_TOKENS = "weights_access_token is not available: a key has its own checkpoints alone"
+MAX_PATH_CHARS = 256
 SEED_BITS = 31
 WAIT_S = 20.0
 """Long poll; below the SDK's timeout of 45 s."""
@@ -261,6 +265,8 @@ class TinkerService:
 
     async def _find_start(self, owner: str, body: LoadWeightsBody) -> LoadWeights | RefusedCommand:
         path = body.path
+        if not 0 < len(path) <= MAX_PATH_CHARS:
+            return RefusedCommand(f"no checkpoint has a path of {len(path)} characters")
         try:
             checkpoint = await self.records.checkpoint(owner, path)
         except NotFoundError as error:
@@ -334,7 +340,9 @@ async def _wait(task: asyncio.Task[Result], timeout_s: float) -> Result | None:
         return None
     if task.cancelled():
         raise GoneError("the sample was cancelled")
-    if isinstance(error := task.exception(), MeshError):
+    if (error := task.exception()) is not None:
+        if not isinstance(error, MeshError):
+            logger.error("a sample failed", exc_info=error)
         raise GoneError(f"send the sample again: {error}") from error
     return task.result()
 
