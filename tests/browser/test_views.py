@@ -121,6 +121,18 @@ def test_an_episode_is_played_again_beside_its_turns(folder_url: str, page: Any)
     page.problems.clear()  # Chromium reports the 404 itself
 
 
+def test_an_episode_that_cannot_be_played_now_can_be_asked_for_again(folder_url: str, page: Any) -> None:
+    refusal = {"error": {"code": "too_many_replays", "message": "try again in a minute"}}
+    page.route("**/frames", lambda route: route.fulfill(status=429, json=refusal))
+    page.goto(f"{folder_url}/ui/#/trajectory/pond?group=6&index=1")
+    play = page.get_by_role("button", name="Play again in the env")
+    for _ in range(2):
+        with page.expect_response("**/frames"):
+            play.click()
+        page.get_by_text("try again in a minute").wait_for()
+    page.problems.clear()  # Chromium reports the 429s itself
+
+
 def test_curves_of_runs_are_laid_over_each_other(folder_url: str, page: Any) -> None:
     see(page, folder_url, "curves")
     page.locator(".uplot canvas").wait_for()
@@ -195,6 +207,22 @@ def test_the_lag_of_a_step_leads_to_its_groups(folder_url: str, page: Any) -> No
     page.locator("canvas").click(position={"x": 40, "y": 20})
     page.get_by_text("1 to 2 of 2").wait_for()
     assert page.get_by_label("Step", exact=True).input_value() == "1"
+
+
+def test_a_column_of_lags_leads_to_the_step_that_it_begins_at(folder_url: str, page: Any) -> None:
+    """36 / 28 * 21 is 27.000000000000004 in floats."""
+    lags = {"total": 28, "first": 0, "last": 35, "counts": [[1]] * 28}
+    page.route("**/lags?*", lambda route: route.fulfill(json=lags))
+    see(page, folder_url, "mesh")
+    canvas = page.locator("canvas")
+    box = canvas.bounding_box()
+    assert box is not None
+    position = {"x": (34 + 21 * 14 + 7) * box["width"] / (34 + 28 * 14), "y": 7}
+    canvas.hover(position=position)
+    page.get_by_text("Steps from 27: 1 groups with lag 0.").wait_for()
+    canvas.click(position=position)
+    page.get_by_label("Step", exact=True).wait_for()
+    assert page.get_by_label("Step", exact=True).input_value() == "27"
 
 
 def test_a_group_that_is_not_there_is_said_in_words(folder_url: str, page: Any) -> None:

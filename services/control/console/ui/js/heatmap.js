@@ -17,7 +17,6 @@ export async function lagMap(context, place) {
   const { total, first, last, counts } = await get(`/runs/${context.run}/lags?columns=${room}`);
   if (!total) return void place.replaceChildren(h("p", { class: "soft" }, "No group has been trained yet."));
   const columns = counts.length;
-  const width = (last - first + 1) / columns;
   const highest = counts[0].length - 1;
   const most = Math.max(...counts.flat());
   const readout = h("p", { class: "soft", "aria-live": "polite" }, `Steps ${first} to ${last}; darkest: none, brightest: ${most} groups.`);
@@ -28,7 +27,7 @@ export async function lagMap(context, place) {
     const scale = canvas.width / devicePixelRatio / box.width;
     const column = Math.floor(((event.clientX - box.left) * scale - LABEL) / CELL);
     const lag = highest - Math.floor((event.clientY - box.top) * scale / CELL);
-    return column >= 0 && column < columns && lag >= 0 && lag <= highest ? { column, lag, step: first + Math.ceil(column * width) } : null;
+    return column >= 0 && column < columns && lag >= 0 && lag <= highest ? { column, lag, step: first + Math.ceil(column * (last - first + 1) / columns) } : null;
   };
   canvas.addEventListener("mousemove", (event) => {
     const cell = locate(event);

@@ -53,6 +53,7 @@ function fill(place, trajectory, column, frames) {
 async function render(place, button, path) {
   button.disabled = true;
   const answer = h("span", { role: "status" }, " Playing ...");
+  button.nextElementSibling?.remove();  // of the last time
   button.after(answer);
   try {
     const { frames } = await get(path);
@@ -62,6 +63,7 @@ async function render(place, button, path) {
     answer.remove();
   } catch (error) {
     answer.textContent = ` ${/** @type {Error} */ (error).message}`;
+    button.disabled = false;
   }
 }
 
