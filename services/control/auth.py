@@ -83,7 +83,7 @@ class AuthMiddleware:
         if path in OPEN_PATHS:
             return None
         if not self._grants:
-            if not _is_from_this_host(request):
+            if not is_from_this_host(request):
                 return 403, "forbidden", "without a token only programs on this machine may call"
             request.scope[RIGHTS] = self._local_rights
             return _limit(self._local_calls)
@@ -150,7 +150,7 @@ def _limited(receive: Receive, send: Send) -> tuple[Receive, Send]:
     return receive_limited, send_noticing
 
 
-def _is_from_this_host(request: Request) -> bool:
+def is_from_this_host(request: Request) -> bool:
     """Return False for web pages of other origins, including other ports and DNS rebinding."""
     address = request.headers.get("host", "")
     if _host(f"//{address}") not in LOOPBACK_NAMES:

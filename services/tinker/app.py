@@ -12,9 +12,10 @@ from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 
+from offbeat.services.control.auth import is_from_this_host
 from offbeat.services.errors import RetryableError
 from offbeat.services.tinker.config import TinkerConfig
-from offbeat.services.tinker.errors import NotFoundError, TinkerError
+from offbeat.services.tinker.errors import ForbiddenError, NotFoundError, TinkerError
 from offbeat.services.tinker.exposition import expose
 from offbeat.services.tinker.listings import TinkerListings
 from offbeat.services.tinker.owners import Keys
@@ -55,8 +56,10 @@ def _listings(request: Request) -> TinkerListings:
 
 
 def _owner(request: Request, x_api_key: Annotated[str, Header()] = "") -> str:
-    """Return the caller's id; raises UnauthorizedError."""
+    """Return the caller's id; raises UnauthorizedError, and without `keys_file` ForbiddenError for other sites' pages."""
     keys: Keys = request.app.state.keys
+    if not keys.are_checked and not is_from_this_host(request):
+        raise ForbiddenError("without keys_file only programs on this machine may call, at 127.0.0.1 or localhost")
     return keys.owner(x_api_key)
 
 

@@ -11,6 +11,10 @@ class UnauthorizedError(TinkerError):
     status = 401
 
 
+class ForbiddenError(TinkerError):
+    status = 403
+
+
 class NotFoundError(TinkerError):
     """Unknown, or another key's."""
 

@@ -18,6 +18,10 @@ class Keys:
         """allowed: None accepts every well-formed key."""
         self._allowed = allowed
 
+    @property
+    def are_checked(self) -> bool:
+        return self._allowed is not None
+
     def owner(self, key: str) -> str:
         """Return the owner's id; raises UnauthorizedError."""
         if not key.startswith(PREFIX):

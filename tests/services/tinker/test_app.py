@@ -76,7 +76,10 @@ async def server(redis_url: str) -> AsyncIterator[Server]:
     with connect(redis_url) as learner:
         log = CommandLog(learner, "test")
         log.take_over()
-        async with service.background(), httpx.AsyncClient(transport=transport, base_url="http://t/api/v1") as client:
+        async with (
+            service.background(),
+            httpx.AsyncClient(transport=transport, base_url="http://[::1]/api/v1") as client,
+        ):
             yield Server(client, log, learner, service)
     await redis.aclose()
 
