@@ -1,6 +1,7 @@
 """Configuration errors as `ConfigIssue`s, with similar keys as hints."""
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import Any, get_args, get_origin
@@ -17,6 +18,9 @@ MIN_SIMILARITY = 0.6
 """Similarity of a misspelling."""
 MAX_ISSUES = 50
 """Each unknown key costs milliseconds."""
+SECRET_TABLES = ("control", "redis", "system_envs")
+"""Their values are not printed: another form than expected may be a secret."""
+URL_USER = re.compile(r"://[^/\s@]*@")
 MAX_KEY_CHARS = 100
 """Longest key shown and compared."""
 
@@ -67,7 +71,15 @@ def _issue(path: str, errors: Sequence[tuple[Location, ErrorDetails]], model: ty
     expected = " or ".join(dict.fromkeys(_format_expectation(error) for _, error in errors))
     if details["type"] == "value_error":
         return ConfigIssue(path, expected)
-    return ConfigIssue(_join(keys), f"expected {expected}, got {_describe(details['input'])}")
+    described = _kind(details["input"]) if _is_secret(keys, details["input"]) else _describe(details["input"])
+    return ConfigIssue(_join(keys), f"expected {expected}, got {described}")
+
+
+def _is_secret(keys: Location, value: object) -> bool:
+    """Return whether a value may be or hold a password or token, in another form than expected."""
+    is_of_table = bool(keys) and str(keys[0]) in SECRET_TABLES
+    is_plain_number = isinstance(value, int | float) and "token" not in str(keys[-1:])
+    return (is_of_table and not is_plain_number) or URL_USER.search(str(value)) is not None
 
 
 def _issue_of_roll(path: str, value: object) -> ConfigIssue | None:
@@ -98,18 +110,23 @@ def _format_expectation(details: ErrorDetails) -> str:
 
 
 def _describe(value: Any) -> str:
-    kinds = {
+    if value is None:
+        return _kind(value)
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({_kind(value)})"
+
+
+def _kind(value: object) -> str:
+    kinds: dict[type, str] = {
         bool: "a boolean",
         int: "an integer",
         float: "a number",
         str: "a string",
         list: "a list",
         dict: "a mapping",
+        type(None): "nothing (null)",
     }
-    if value is None:
-        return "nothing (null)"
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({kinds.get(type(value), type(value).__name__)})"
+    return kinds.get(type(value), type(value).__name__)
 
 
 def _join(parts: Sequence[str | int]) -> str:

@@ -115,3 +115,22 @@ def test_a_missing_key_is_named():
 def test_rejected_combination_names_its_table():
     found = problems({"custom_envs": ENVS, "train_env_manager": {"tags": ["Lake"], "num_groups_partition": [3]}})
     assert found["train_env_manager"].startswith("num_groups_partition sums to 3")
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"control": "S3CRET"}, "expected an object, got a string"),
+        ({"control": {"tokens": ["S3CRET"]}}, "expected an object, got a string"),
+        ({"control": {"read_token": 53213371}}, "expected a string, got an integer"),
+        ({"redis": "redis://:S3CRET@h:1"}, "expected an object, got a string"),
+        ({"system_envs": ["HF_TOKEN=S3CRET"]}, "expected an object, got a list"),
+        ({"telemetry": {"otlp_endpoint": "http://u:S3CRET@h:1"}}, "got a string"),
+        ({"max_steps": ["http://u:S3CRET@h:1"]}, "got a list"),
+        ({"control": {"port": 1.5}}, "got 1.5 (a number)"),
+    ],
+)
+def test_what_may_be_a_secret_in_another_form_is_not_printed(tree: dict[str, object], message: str):
+    (issue,) = problems({"custom_envs": ENVS, **tree}).values()
+    assert issue.endswith(message)
+    assert "S3CRET" not in issue
