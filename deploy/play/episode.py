@@ -8,6 +8,7 @@ import numpy as np
 import typer
 
 from offbeat.deploy.play.target import PlayTarget
+from offbeat.deploy.printable import show_controls
 from offbeat.envs.registry import TextEnv
 from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.messages.types import (
@@ -81,7 +82,7 @@ class TracedSampler:
     ) -> Completion:
         self._turn += 1
         self._write(typer.style(f"-- turn {self._turn} " + "-" * 40, dim=True))
-        self._write(self._env.observations[-1])
+        self._write(show_controls(self._env.observations[-1]))
         if self._show_tokens:
             known = (
                 len(self._previous_tokens)
@@ -138,7 +139,7 @@ async def trace_episode(
     sampler = TracedSampler(sample, chat, traced, write, show_tokens=show_tokens)
     trajectory = await play(plan, traced, traits, sampler, chat)
     write(typer.style("-- end " + "-" * 43, dim=True))
-    write(traced.observations[-1])
+    write(show_controls(traced.observations[-1]))
     metrics = "  ".join(f"{name} {value:g}" for name, value in trajectory.metrics.items())
     write(_line("stop", trajectory.stop_reason.value, f"reward {trajectory.reward:g}  {metrics}"))
     return trajectory, _to_played_episode(target, seed, traced, trajectory)

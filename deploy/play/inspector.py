@@ -10,6 +10,7 @@ from msgspec import structs
 
 from offbeat.deploy.play.parquet import RecordedTokens, decode_episode, read_parquet
 from offbeat.deploy.play.policy import CHECKPOINTS
+from offbeat.deploy.printable import show_controls
 from offbeat.services.chat.append_only import load_chat_format
 from offbeat.services.errors import CodecError
 from offbeat.services.messages.codec import decode_trajectories
@@ -85,7 +86,7 @@ def _render_texts(run: Path, episode: int | None, limit: int) -> Iterator[str]:
         yield _render_heading(
             number, row["tag"], row["seed"], row["reward"], None if success is None else success > 0, ""
         )
-        for i, text in enumerate(row["text"]):
+        for i, text in enumerate(map(show_controls, row["text"])):
             yield typer.style(text, fg=typer.colors.CYAN, bold=True) if i and i % 2 == 0 else text
 
 
@@ -114,7 +115,7 @@ def _render_images(recorded: RecordedTokens) -> dict[int, str]:
 
 
 def _render_token(recorded: RecordedTokens, i: int, colour: Colour) -> str:
-    text = recorded.token_texts[i]
+    text = show_controls(recorded.token_texts[i])
     if _is_word_level(recorded):
         text = f"{text} "
     if not recorded.loss_mask[i]:

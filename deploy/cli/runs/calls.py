@@ -19,6 +19,7 @@ from rich.text import Text
 from offbeat.deploy.cli.runs.tables import run_table, runs_table
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import compose_document
+from offbeat.deploy.printable import show_controls
 from offbeat.deploy.token_file import TOKEN_FILE, find_token
 from offbeat.services.control.client import ControlClient, ControlRefusedError
 from offbeat.services.control.schemas import ErrorBody, RunView
@@ -72,17 +73,17 @@ def describe(error: ErrorBody) -> str:
 
 
 def print_message(text: str) -> None:
-    sys.stderr.write(f"offbeat: {text}\n")
+    sys.stderr.write(f"offbeat: {show_controls(text)}\n")
 
 
 def show_answer(answer: BaseModel, *, as_json: bool, otherwise: Callable[[], Any]) -> int:
-    """otherwise: returns a text, shown as it is, or something that Rich renders."""
+    """otherwise: returns a text, shown without markup, or something that Rich renders."""
     if as_json:
         sys.stdout.write(answer.model_dump_json(indent=2) + "\n")
     else:
         width = None if sys.stdout.isatty() else PIPED_WIDTH
         shown = otherwise()
-        shown = Text(shown) if isinstance(shown, str) else shown
+        shown = Text(show_controls(shown)) if isinstance(shown, str) else shown
         Console(highlight=False, emoji=False, soft_wrap=True, width=width).print(shown)
     return DONE
 
