@@ -1,7 +1,7 @@
 """A folder's entries as a sandbox lists them; untrusted, as its programs can replace `find` and write into its output."""
 
 import base64
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 SCRIPT = 'cd "$1" && find . -mindepth 1 \\( -type d -printf "d%p\\0" -o -type f -printf "f%p\\0" \\) | base64 -w 0'
 """Bash script that lists the folders and regular files of its first argument."""
@@ -30,4 +30,4 @@ def _read_entry(line: str) -> Entry:
     kind, path = line[:1], line[1:].removeprefix("./")
     if kind not in ("d", "f") or not path or path.startswith("/") or ".." in path.split("/"):
         raise ValueError(f"the list of files has {line!r}, which is not below the folder")
-    return Entry(cast(Literal["d", "f"], kind), path)
+    return Entry(kind, path)

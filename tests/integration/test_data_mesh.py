@@ -196,7 +196,7 @@ def test_sft_is_paused_changed_stopped_and_resumed_over_rest(cluster: RayCluster
     for name, value in (("temperature", 0.5), ("num_replicas", 2)):
         refused = cluster.api.patch("/runs/sft", json={name: value})
         assert refused.status_code == 422
-        assert "samples nothing" in refused.json()["error"]["problems"][0]["message"]
+        assert "samples no rows" in refused.json()["error"]["problems"][0]["message"]
 
     cluster.offbeat("runs", "stop", "sft", "--url", cluster.url)
     wait_until_sync(lambda: state(cluster, "sft") == "stopped", timeout_s=120, every_s=0.2)

@@ -170,7 +170,7 @@ def attach(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_mistakes_are_reported_in_one_line_with_an_exit_code_of_their_own(alone: Run) -> None:
     mistakes = {
         ("nobody", "--redis", alone.url): (2, "there is no run 'nobody' in this Redis"),
-        ("alone", "--redis", "http://127.0.0.1"): (2, "not a Redis URL: expected redis://HOST:PORT"),
+        ("alone", "--redis", "http://127.0.0.1"): (2, "--redis: expected redis://HOST:PORT"),
         ("alone", "--redis", "redis://:secret@127.0.0.1:1/0"): (1, "no Redis answers at redis://127.0.0.1:1/0"),
         ("nobody",): (2, "no run in nobody or runs/nobody is active on this host: pass its Redis as --redis, a URL or"),
     }
