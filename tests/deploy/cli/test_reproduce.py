@@ -1,4 +1,5 @@
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,15 @@ from offbeat.deploy.cli.reproduce import ReproduceError, reproduce_run
 from offbeat.deploy.config.loader import dump_yaml, load_run
 from offbeat.deploy.run_folder import write_config
 from tests.paths import QUICKSTART
+
+
+@pytest.fixture(autouse=True)
+def _environment_stays() -> Iterator[None]:
+    """The command prepares its process, of which it is the last act; models could no longer be downloaded here."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def test_reproducing_has_the_environment_of_the_runs_learner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,8 @@ class FakeMesh:
 
 
 TALKS = """
-import asyncio, sys
+import asyncio, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a suite under nohup ignores it, as would the command
 from pathlib import Path
 from offbeat.deploy.config.loader import load_run
 from offbeat.deploy.cli.train import TrainCommand, _train
