@@ -22,6 +22,7 @@ def tinker(
     try:
         server = TinkerServer(loaded)
         typer.echo(f"Tinker's API of base model {server.model_name!r}: TINKER_BASE_URL={server.url} (Ctrl-C ends)")
+        typer.echo("Calls wait until the engine has started.")
         serve(server)
     except (MeshError, FolderInUseError, MissingWordsError, OSError) as error:
         typer.echo(f"offbeat: {error}", err=True)

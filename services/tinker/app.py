@@ -41,7 +41,8 @@ from offbeat.services.tinker.service import NO_TOKENS, TinkerService
 from offbeat.services.tinker.wire import decode_sample_response
 
 PROTOBUF = "application/x-protobuf"
-MAX_BODY_BYTES = 64 << 20
+MAX_BODY_BYTES = 256 << 20
+"""Larger ones are not read, and leave a gap in their model's sequence."""
 Json = dict[str, Any]
 Offset = Annotated[int, Query(ge=0)]
 Limit = Annotated[int, Query(ge=1, le=1000)]

@@ -112,6 +112,14 @@ class CommandLog:
         """Return what `wait` does at once."""
         return set(map(bytes.decode, self._redis.lpop(self.keys.wakeups, WAKEUPS_PER_WAIT) or ()))
 
+    def logged_models(self) -> set[str]:
+        """Return the models with commands in their logs."""
+        model_ids = self.model_ids()
+        with self._redis.pipeline(transaction=False) as pipeline:
+            for model_id in model_ids:
+                pipeline.hlen(self.keys.log(model_id))
+            return {model_id for model_id, number in zip(model_ids, pipeline.execute(), strict=True) if number}
+
     def commit(
         self,
         model_id: str,

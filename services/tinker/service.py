@@ -62,6 +62,7 @@ NO_EXTERNAL_WEIGHTS = (
 )
 NO_TOKENS = "weights_access_token is not available: a key has its own checkpoints alone"
 MAX_PATH_CHARS = 256
+MAX_COMMAND_BYTES = 64 << 20
 SEED_BITS = 31
 WAIT_S = 20.0
 """Long poll; below the SDK's timeout of 45 s."""
@@ -120,7 +121,12 @@ class TinkerService:
             raise TinkerError(str(error)) from error
         if request.seq_id < 1:
             raise TinkerError(f"seq_id {request.seq_id}: commands of a model count from 1")
-        return await self._submit(owner, request.model_id, request.seq_id, ForwardBackwardCommand(body))
+        command: Command = ForwardBackwardCommand(body)
+        if len(body) > MAX_COMMAND_BYTES:
+            command = RefusedCommand(
+                f"the body has more than {MAX_COMMAND_BYTES >> 20} MiB: send fewer sequences at once"
+            )
+        return await self._submit(owner, request.model_id, request.seq_id, command)
 
     async def optim_step(self, owner: str, body: OptimStepBody) -> tuple[str, str]:
         command: Command
@@ -157,6 +163,7 @@ class TinkerService:
             raise NotFoundError(start.error)
         await self.records.check_session(owner, body.session_id)
         checkpoint = await self.records.checkpoint(owner, body.path)
+        self._check_rank(checkpoint.lora.rank)
         return await self._create(
             owner, body.session_id, body.model_seq_id, checkpoint.lora, body.user_metadata, CreateModel(start)
         )
@@ -204,7 +211,10 @@ class TinkerService:
         await self.records.model(owner, parent)
         if not (number.isascii() and number.isdecimal()):
             raise NotFoundError(f"there is no request {request_id}")
+        is_closed = await self.store.is_closed(parent)
         if not await self.store.is_applied(parent, int(number)):
+            if is_closed:
+                raise GoneError(f"{request_id} was not applied before the session of model {parent} ended")
             return await self.store.wait_for_result(request_id, WAIT_S)
         if (result := await self.store.result(request_id)) is None:
             raise GoneError(f"the result of {request_id} is not kept any more")
@@ -313,9 +323,12 @@ class TinkerService:
         if name not in (self.base.name, self.base.folder):
             raise TinkerError(f"base_model {name!r} is not served: there is {self.base.name!r}")
 
+    def _check_rank(self, rank: int) -> None:
+        if rank > self._config.max_lora_rank:
+            raise TinkerError(f"rank {rank} exceeds {self._config.max_lora_rank} (tinker.max_lora_rank)")
+
     def _read_lora(self, body: LoraBody) -> Lora:
-        if body.rank > self._config.max_lora_rank:
-            raise TinkerError(f"rank {body.rank} exceeds {self._config.max_lora_rank} (tinker.max_lora_rank)")
+        self._check_rank(body.rank)
         if not (body.train_attn or body.train_mlp or body.train_unembed):
             raise TinkerError("nothing is to be trained: set train_attn, train_mlp or train_unembed")
         seed = secrets.randbits(SEED_BITS) if body.seed is None else body.seed

@@ -207,6 +207,10 @@ class TinkerStore:
     async def is_applied(self, model_id: str, seq_id: int) -> bool:
         return int(await self._redis.hget(self.keys.applied, model_id) or -1) >= seq_id
 
+    async def is_closed(self, model_id: str) -> bool:
+        """Return whether a model takes no more commands."""
+        return bool(await self._redis.sismember(self.keys.closed, model_id))
+
     async def wait_for_result(self, request_id: str, timeout_s: float) -> Result | None:
         """Return the result, or None after `timeout_s`."""
         hint = self._hints.setdefault(request_id, asyncio.Event())

@@ -43,7 +43,7 @@ class TinkerLearner:
         """Apply commands until stopped, then save; raises FencedError after a takeover."""
         self._log.take_over()
         self._executor.discard(self._log.closed())
-        logged = [each for each in self._log.model_ids() if self._log.logged(each)]
+        logged = sorted(self._log.logged_models())
         self._applied_before = {each: self._log.applied(each) for each in logged}
         self._busy = OrderedDict.fromkeys(logged)
         while not self._is_stopped:
@@ -128,6 +128,8 @@ class TinkerLearner:
         if time.monotonic() - self._tidied_at < TIDY_INTERVAL_S:
             return
         self._tidied_at = time.monotonic()
+        # A wakeup is lost with the connection on which it was sent
+        self._busy.update(dict.fromkeys(sorted(self._log.logged_models() - self._busy.keys())))
         self._close_ended()
         for folder in self._log.unused_folders():
             shutil.rmtree(folder, ignore_errors=True)

@@ -293,3 +293,20 @@ def test_without_a_limit_each_model_has_its_passes(redis: Redis, pool: AdapterPo
     run(log := StoppingLog(redis), pool, tmp_path / "other", shared_pass_tokens=0)
     alone = results(log, redis)
     assert all(alone[each] == together[each] for each in alone if each.startswith("a"))
+
+
+def test_a_command_whose_wakeup_was_lost_is_applied(
+    redis: Redis, pool: AdapterPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis removes a wakeup as it sends it: a connection that breaks then has lost it."""
+    monkeypatch.setattr("offbeat.trainer.tinker.learner.TIDY_INTERVAL_S", 0.0)
+
+    class Log(StoppingLog):
+        def wait(self, timeout_s: float) -> set[str]:
+            if redis.hlen(self.keys.applied):
+                return super().wait(timeout_s)
+            send(redis, "a", [CreateModel()])
+            return set()
+
+    run(log := Log(redis), pool, tmp_path / "server")
+    assert log.applied("a") == 0
