@@ -38,6 +38,8 @@ class ChildProcess:
         self._child: asyncio.subprocess.Process | None = None
         self._forwarding: asyncio.Task[None] | None = None
         self.healthy = True
+        self.is_busy = False
+        """True while a command is being answered."""
 
     @property
     def pid(self) -> int | None:
@@ -74,6 +76,7 @@ class ChildProcess:
         Raises:
             EpisodeError: `<name>_error`, `<name>_timeout`, or the crash reason.
         """
+        self.is_busy = True
         try:
             async with asyncio.timeout(timeout_s):
                 ok, answer = await self._exchange([name, *args])
@@ -86,6 +89,8 @@ class ChildProcess:
         except asyncio.CancelledError:
             await self.kill()
             raise
+        finally:
+            self.is_busy = False
         if not ok:
             await self.kill()
             message, trace = answer

@@ -91,6 +91,8 @@ class HttpEnvSession:
         self._modes = traits.metrics_agg_mode
         self._system = rules.system_prompt(traits.system_prompt)
         self._turn = asyncio.Lock()
+        self._running: asyncio.Task[StepResult] | None = None
+        self._is_closed = False
         self._results: list[StepResult] = []
         self._first = self._message(observation)
         self.session: EpisodeSession | None = None
@@ -135,7 +137,7 @@ class HttpEnvSession:
             if self.over:
                 raise InvalidCallError(f"the episode is over: {self.over.value}", "episode_over")
             try:
-                result = await self._env.step(action)
+                result = await self._step(action)
             except EpisodeError as error:
                 self.error = error
                 session.fail(error)
@@ -151,9 +153,29 @@ class HttpEnvSession:
             "metrics": {name: value for name, value in result.metrics.items() if math.isfinite(value)},
         }
 
+    async def _step(self, action: str) -> StepResult:
+        ended = InvalidCallError("the episode of this key is over", "episode_over")
+        if self._is_closed:
+            raise ended
+        self._running = running = asyncio.ensure_future(self._env.step(action))
+        try:
+            await asyncio.wait({running})
+        finally:
+            running.cancel()
+        if running.cancelled():
+            raise ended
+        return running.result()
+
     async def settle(self) -> None:
         async with self._turn:
             pass
+
+    async def close(self) -> None:
+        """Reject further steps; cancel a running one and wait for its end."""
+        self._is_closed = True
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait({self._running})
 
     def metrics(self, own: Mapping[str, float]) -> dict[str, float]:
         metrics = EpisodeMetrics(self._modes)
@@ -182,8 +204,11 @@ async def play_with_agent(
     session = EpisodeSession(runtime.templates[runner.tool_call_parser], sample, limits, env=http_env)
     runtime.gateway.start()
     task = http_env.agent_task(runtime.gateway.origin, plan, session)
-    with runtime.gateway.open_session(session):
-        outcome, error = await _finish(plan.env, http_env, session, _run(runtime.pool, runner, task, session))
+    try:
+        with runtime.gateway.open_session(session):
+            outcome, error = await _finish(plan.env, http_env, session, _run(runtime.pool, runner, task, session))
+    finally:
+        await http_env.close()
     captured = session.close()
     if not captured.turns:
         raise error or EpisodeError("agent_silent", "the agent ended without an answer of the policy")

@@ -44,7 +44,10 @@ class ProcessEnv:
         return bytes(await self._child.ask("image", self._spec.step_timeout_s))
 
     async def close(self) -> None:
-        if self._child.healthy and self._child.pid is not None:
-            with suppress(EpisodeError):
-                await self._child.ask("close", CLOSE_S)
-        await self._child.kill()
+        child = self._child
+        try:
+            if child.healthy and child.pid is not None and not child.is_busy:
+                with suppress(EpisodeError):
+                    await child.ask("close", CLOSE_S)
+        finally:
+            await child.kill()

@@ -16,6 +16,7 @@ from offbeat.services.errors import GenerationError
 from offbeat.services.messages.types import GenerateRequest, StopReason, Trajectory
 from offbeat.services.rollout.config import AgentRunner, CustomEnv, OnAgentError
 from offbeat.services.rollout.worker import EnvWorker
+from offbeat.services.telemetry import merge_all
 from tests.fakes_rollout import (
     HERE,
     FakeBuffer,
@@ -41,6 +42,7 @@ def played_by(agent: str | tuple[str, ...], env: str = HERE + "CountingEnv", **c
 class Mesh:
     def __init__(self, buffer: FakeBuffer, generation: FakeGeneration) -> None:
         self.buffer, self.generation = buffer, generation
+        self.metrics = FakeMetrics()
         self.worker: Any = None
         self.waits: set[str] = set()
         """All that episodes were seen to wait for."""
@@ -69,7 +71,7 @@ def mesh(policy_folder: Path, chat: ChatFormat, tokenizer: Tokenizer):
         buffer, generation = FakeBuffer([train_episode(0, i) for i in range(episodes)]), FakeGeneration(answer)
         made = Mesh(buffer, generation)
         worker = EnvWorker(
-            settings, "w", buffer=buffer, generation=generation, metrics=FakeMetrics(), chat=chat, board=made
+            settings, "w", buffer=buffer, generation=generation, metrics=made.metrics, chat=chat, board=made
         )
         made.worker = worker
         running = asyncio.create_task(worker.run())
@@ -171,6 +173,18 @@ async def test_an_agent_that_hangs_is_killed_with_its_children(mesh, tmp_path: P
         assert "agent" in m.waits
         pids = json.loads(marker.read_text())
         await wait_until(lambda: not any(map(is_alive, pids)))
+
+
+async def test_an_episode_cancelled_within_an_env_step_leaves_no_process(mesh, tmp_path: Path):
+    before, gate = children_of(os.getpid()), tmp_path / "gate"
+    rules = {"env_config": {"gate": str(gate)}, "execution": "process"}
+    async with mesh(played_by("plays", HERE + "WaitingEnv", rules=rules)) as m:
+        await wait_until((tmp_path / "gate.waits").exists)
+        assert len(children_of(os.getpid()) - before) == 2  # agent and env
+        m.buffer.to_cancel = [train_episode(0)]
+        await wait_until(lambda: not children_of(os.getpid()) - before)
+        await wait_until(lambda: "cancelled" in merge_all(record.values for record in m.metrics.records))
+    assert m.buffer.failed == []
 
 
 async def test_an_agent_is_ended_when_the_policy_can_t_be_sampled(mesh):

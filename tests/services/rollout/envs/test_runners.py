@@ -197,21 +197,26 @@ async def test_endless_output_of_an_env_is_forwarded_up_to_a_megabyte(
     assert turns > 5
 
 
-@pytest.mark.parametrize("during", ["step", "idle"])
+@pytest.mark.parametrize("during", ["step", "open step", "idle"])
 async def test_a_cancelled_or_closed_process_env_leaves_no_process(tmp_path: Path, during: str):
     runner = ProcessEnv(spec("WaitingEnv", wait_s=0.0, gate=str(tmp_path / "gate")))
     await runner.start()
     await runner.reset(0)
     pid = runner.pid
     assert pid is not None
-    if during == "step":
+    step = None
+    if during != "idle":
         step = asyncio.create_task(runner.step("a"))
         await wait_until((tmp_path / "gate.waits").exists)
+    if step and during == "step":
         step.cancel()
         with pytest.raises(asyncio.CancelledError):
             await step
     await runner.close()
     assert not alive(pid)
+    if step and during == "open step":
+        with pytest.raises(EpisodeError):
+            await step
 
 
 async def test_env_processes_die_with_their_worker():
