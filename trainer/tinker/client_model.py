@@ -22,7 +22,7 @@ from offbeat.services.tinker.wire import Datum
 from offbeat.trainer.models.logprobs import token_logprobs
 from offbeat.trainer.tinker.adapters import AdapterPool
 from offbeat.trainer.tinker.folders import write_tensors
-from offbeat.trainer.tinker.losses import TARGETS, Loss, Settings, Terms
+from offbeat.trainer.tinker.losses import ADVANTAGES, RATIO_MASK, TARGETS, Loss, Settings, Terms
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -272,9 +272,12 @@ def _join(scored: Sequence[Tensor], data: Sequence[Datum], loss: Loss) -> Terms:
 
 
 def _input(datum: Datum, name: str) -> Tensor:
-    if name not in datum.inputs:
-        return torch.ones(datum.inputs[TARGETS].shape)  # weights
-    return _tensor(datum.inputs[name])
+    """Return an input; `OPTIONAL` ones have a default."""
+    if name in datum.inputs:
+        return _tensor(datum.inputs[name])
+    if name == RATIO_MASK:
+        return _tensor(datum.inputs[ADVANTAGES]) != 0
+    return torch.ones(datum.inputs[TARGETS].shape)
 
 
 def _tensor(array: Any) -> Tensor:

@@ -11,11 +11,15 @@ from offbeat.services.errors import CodecError
 from offbeat.services.tinker.wire import Datum
 from offbeat.trainer.algorithms.cispo import clipped_weight_policy_gradient
 from offbeat.trainer.algorithms.ppo import clipped_surrogate
-from offbeat.trainer.algorithms.ratio import token_ratio, unit_ratio
+from offbeat.trainer.algorithms.ratio import bounded_exp, token_ratio
+from offbeat.trainer.algorithms.units import sum_over
 
 Settings = Mapping[str, float]
 CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 """Defaults of the ratio's bounds."""
+TARGETS, WEIGHTS, ADVANTAGES, RATIO_MASK = "target_tokens", "weights", "advantages", "sequence_ratio_mask"
+OPTIONAL = {WEIGHTS, RATIO_MASK}
+"""Inputs with a default: 1, and whether a token has an advantage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,37 +36,37 @@ class Terms:
 
 
 def _cross_entropy(terms: Terms, _: Settings) -> Tensor:
-    return -terms.logprobs * terms.given["weights"]
+    return -terms.logprobs * terms.given[WEIGHTS]
 
 
 def _importance_sampling(terms: Terms, _: Settings) -> Tensor:
-    return -terms.ratio * terms.given["advantages"]
+    return -terms.ratio * terms.given[ADVANTAGES]
 
 
 def _ppo(terms: Terms, settings: Settings) -> Tensor:
-    return _clipped(terms.ratio, terms.given["advantages"], settings)
+    return _clipped(terms.ratio, terms.given[ADVANTAGES], settings)
 
 
 def _gspo(terms: Terms, settings: Settings) -> Tensor:
-    """Clip the sequence's ratio, with each token's gradient (arXiv:2507.18071, eq. 14), over tokens with an advantage."""
-    counted = terms.given["advantages"] != 0
-    loss = torch.zeros_like(terms.logprobs)
-    logprobs, old, sequence = (each[counted] for each in (terms.logprobs, terms.given["logprobs"], terms.sequence))
-    ratio = unit_ratio("sequence-token", logprobs, old, sequence, sequence)
-    return loss.masked_scatter(counted, _clipped(ratio, terms.given["advantages"][counted], settings))
+    """Clip the ratio of the marked tokens of a sequence, with each token's gradient (arXiv:2507.18071, eq. 14)."""
+    log_ratio, marked = terms.logprobs - terms.given["logprobs"], terms.given[RATIO_MASK] != 0
+    number = sum_over(marked.to(log_ratio), terms.sequence).clamp(min=1)
+    mean = sum_over(torch.where(marked, log_ratio.detach(), 0.0), terms.sequence) / number
+    ratio = bounded_exp(mean) * (log_ratio - log_ratio.detach()).exp()
+    return _clipped(ratio, terms.given[ADVANTAGES], settings)
 
 
 def _cispo(terms: Terms, settings: Settings) -> Tensor:
     low, high = settings["clip_low_threshold"], settings["clip_high_threshold"]
     return clipped_weight_policy_gradient(
-        terms.ratio, terms.logprobs, terms.given["advantages"], epsilon_low=1 - low, epsilon_high=high - 1
+        terms.ratio, terms.logprobs, terms.given[ADVANTAGES], epsilon_low=1 - low, epsilon_high=high - 1
     ).loss
 
 
 def _dro(terms: Terms, settings: Settings) -> Tensor:
     """Direct reward optimization (arXiv:2405.19107)."""
     distance = (terms.logprobs - terms.given["logprobs"]).square()
-    return 0.5 * settings["beta"] * distance - terms.logprobs * terms.given["advantages"]
+    return 0.5 * settings["beta"] * distance - terms.logprobs * terms.given[ADVANTAGES]
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, settings: Settings) -> Tensor:
@@ -75,23 +79,22 @@ class Loss:
     """compute: token losses [M]; inputs: names beside `target_tokens`; defaults: of `loss_fn_config`."""
 
     compute: Callable[[Terms, Settings], Tensor]
-    inputs: tuple[str, ...] = ("logprobs", "advantages")
+    inputs: tuple[str, ...] = ("logprobs", ADVANTAGES)
     defaults: Mapping[str, float] | None = None
 
 
 LOSSES = {
-    "cross_entropy": Loss(_cross_entropy, ("weights",)),
+    "cross_entropy": Loss(_cross_entropy, (WEIGHTS,)),
     "importance_sampling": Loss(_importance_sampling),
     "ppo": Loss(_ppo, defaults=CLIP),
     "cispo": Loss(_cispo, defaults=CLIP),
-    "gspo": Loss(_gspo, defaults=CLIP),
+    "gspo": Loss(_gspo, ("logprobs", ADVANTAGES, RATIO_MASK), CLIP),
     "dro": Loss(_dro, defaults={"beta": 0.05}),
 }
 REFUSED = {
     "stable_reinforce": 'it is proprietary: pass loss_fn="ppo" (in tinker-cookbook also in AsyncConfig)',
     "custom": "losses run in the client: pass a Python function to forward_backward_custom",
 }
-TARGETS = "target_tokens"
 
 
 def find_loss(name: str) -> Loss:
@@ -119,13 +122,13 @@ def check_datum(datum: Datum, loss: Loss, *, vocab_size: int, context: int, path
     if not 0 < length <= context:
         raise CodecError(f"{path}.model_input has {length} tokens: 1 to {context} fit the model")
     names = (TARGETS, *loss.inputs)
-    if set(datum.inputs) - set(names) or set(names) - set(datum.inputs) - {"weights"}:
+    if set(datum.inputs) - set(names) or set(names) - set(datum.inputs) - OPTIONAL:
         raise CodecError(f"{path}.loss_fn_inputs has {sorted(datum.inputs)}: the loss needs {', '.join(names)}")
     targets = datum.inputs[TARGETS]
     for name, tokens in (("model_input", datum.tokens), (TARGETS, targets)):
         if tokens.dtype.kind != "i" or (tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size):
             raise CodecError(f"{path}.{name} holds no token ids from 0 to {vocab_size - 1}")
-    allows_several = loss.inputs == ("weights",)
+    allows_several = loss.inputs == (WEIGHTS,)
     if targets.shape[:1] != (length,) or targets.ndim > (2 if allows_several else 1):
         allowed = f"[{length}] or [{length}, K]" if allows_several else f"[{length}]"
         raise CodecError(f"{path}.{TARGETS} has shape {list(targets.shape)}: {allowed} fits the model_input")
@@ -135,3 +138,5 @@ def check_datum(datum: Datum, loss: Loss, *, vocab_size: int, context: int, path
             raise CodecError(f"{path}.{name} has shape {list(values.shape)}, {TARGETS} {list(targets.shape)}")
         if values.dtype.kind != "f" or not np.isfinite(values).all():
             raise CodecError(f"{path}.{name} holds values that are no finite float32 numbers")
+    if RATIO_MASK in datum.inputs and not datum.inputs[RATIO_MASK].any() and datum.inputs[ADVANTAGES].any():
+        raise CodecError(f"{path}.{RATIO_MASK} marks no token: the ratio of a sequence with advantages needs one")

@@ -127,6 +127,41 @@ def test_gspo_clips_a_sequence_with_the_gradient_of_its_mean_ratio(float64: Floa
         torch.testing.assert_close(gradients[key], gradient, rtol=1e-9, atol=1e-10)
 
 
+def test_gspo_takes_the_ratio_over_the_tokens_of_the_mask(float64: Float64) -> None:
+    """A marked token without an advantage counts for the ratio, and one that is not marked has it. A datum may have none."""
+    mask = np.array([0, 1, 1, 0, 0, 1], np.float32)
+    data = make_data(("logprobs", "advantages"), lengths=(6, 4))
+    for datum in data:
+        exact = np.array([float(each.detach()) for each in float64.logprobs(datum)])
+        datum.inputs["logprobs"][:] = exact + np.linspace(-0.2, 0.2, len(exact))
+        datum.inputs["advantages"][1] = 0
+    data[0].inputs["sequence_ratio_mask"] = mask
+    scores = float64.model.compute(data, LOSSES["gspo"], settings_of("gspo"), backward=True, max_tokens=100)
+    gradients = float64.gradients()
+    float64.clear()
+    total = torch.zeros((), dtype=torch.float64)
+    for datum, marked in zip(data, (mask != 0, data[1].inputs["advantages"] != 0), strict=True):
+        logprobs = torch.stack(float64.logprobs(datum))
+        log_ratio = logprobs.detach() - torch.from_numpy(datum.inputs["logprobs"]).double()
+        value = math.exp(float(log_ratio[torch.from_numpy(marked)].mean()))
+        assert 0.9 < value < 1.3, "not clipped"
+        ratio = value * (logprobs - logprobs.detach()).exp()
+        total = total - (ratio * torch.from_numpy(datum.inputs["advantages"]).double()).sum()
+    total.backward()
+    assert scores.loss == pytest.approx(float(total.detach()), rel=1e-9)
+    for key, expected in float64.gradients().items():
+        torch.testing.assert_close(gradients[key], expected, rtol=1e-9, atol=1e-10)
+
+
+def test_a_mask_of_the_ratio_that_marks_no_token_is_refused() -> None:
+    (datum,) = make_data(("logprobs", "advantages"), lengths=(4,))
+    datum.inputs["sequence_ratio_mask"] = np.zeros(4, np.float32)
+    with pytest.raises(CodecError, match=r"data\[0\]\.sequence_ratio_mask marks no token"):
+        check_datum(datum, LOSSES["gspo"], vocab_size=VOCABULARY, context=10, path="data[0]")
+    datum.inputs["advantages"][:] = 0
+    check_datum(datum, LOSSES["gspo"], vocab_size=VOCABULARY, context=10, path="data[0]")
+
+
 def test_several_targets_of_a_position_are_weighted_each(float64: Float64) -> None:
     (datum,) = make_data((), lengths=(4,))
     targets = np.array([[1, 2], [3, 4], [5, 6], [7, 8]])
