@@ -1,19 +1,33 @@
-"""Adapter for reasoning-gym."""
+"""Adapter for reasoning-gym.
 
+Invariant: answers are scored in a process of their own, within `CPU_S`, and never run as code; past it, the score is 0.
+"""
+
+import os
+import sys
 import warnings
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from gymnasium.utils import seeding
 from pydantic import Field, JsonValue
 
+from offbeat.envs.adapters.reasoning_gym_scorer import encode
 from offbeat.envs.adapters.text import TextEnv
 from offbeat.envs.config import Config
 from offbeat.envs.dataset.env import last_group
+from offbeat.envs.isolation.line_process import LineProcess
 from offbeat.envs.optional_imports import require
 from offbeat.envs.parsing import compile_pattern
 
 HELD_OUT_FROM = 1 << 30
 """First seed of held-out questions."""
+PROGRAM = Path(__file__).with_name("reasoning_gym_scorer.py")
+CPU_S = 5.0
+"""CPU time per score."""
+MEMORY_BYTES = 4 << 30
+"""Address space."""
 
 
 class ReasoningGymConfig(Config):
@@ -41,8 +55,9 @@ class ReasoningGymEnv(TextEnv):
             warnings.simplefilter("ignore", SyntaxWarning)
             self._library: Any = require("reasoning_gym", "reasoning-gym")
         self.config = config
-        self._dataset: Any = None
+        self._question_seed = 0
         self._entry: dict[str, Any] = {}
+        self._coded_entry: Any = None
         self._create_question(0)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
@@ -52,7 +67,7 @@ class ReasoningGymEnv(TextEnv):
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         answer = last_group(self.config.answer_pattern, action)
-        score = 0.0 if answer is None else float(self._dataset.score_answer(answer, self._entry))
+        score = 0.0 if answer is None else self._score(answer)
         penalty = self.config.format_penalty if answer is None else 0.0
         info = {"success": score == 1.0, "action_is_valid": answer is not None, "format_penalty": penalty}
         return "", score + penalty, True, False, info
@@ -67,9 +82,33 @@ class ReasoningGymEnv(TextEnv):
     def _create_question(self, question_seed: int) -> None:
         config = self.config
         try:
-            self._dataset = self._library.create_dataset(
-                config.dataset, seed=question_seed, size=1, **config.dataset_config
-            )
+            dataset = self._library.create_dataset(config.dataset, seed=question_seed, size=1, **config.dataset_config)
+            self._question_seed, self._entry = question_seed, dataset[0]
+            self._coded_entry = encode(self._entry)
         except (ValueError, TypeError, AssertionError) as error:
             raise ValueError(f"reasoning_gym's {config.dataset!r}: {error}") from error
-        self._entry = self._dataset[0]
+
+    def _score(self, answer: str) -> float:
+        """Raises RuntimeError for an error of the library's scorer."""
+        config = self.config
+        reply = _scorer_of(os.getpid()).ask(
+            {
+                "dataset": config.dataset,
+                "config": config.dataset_config,
+                "seed": self._question_seed,
+                "entry": self._coded_entry,
+                "answer": answer,
+            }
+        )
+        if reply is None:
+            return 0.0
+        if "error" in reply:
+            raise RuntimeError(f"reasoning_gym's {config.dataset!r} can't score {answer[:100]!r}: {reply['error']}")
+        return reply["score"]
+
+
+@lru_cache(maxsize=1)
+def _scorer_of(pid: int) -> LineProcess:  # noqa: ARG001  # a forked process must not share its parent's pipes
+    # -P: the folder's own reasoning_gym.py must not shadow the library
+    command = [sys.executable, "-P", "-W", "ignore", str(PROGRAM), str(CPU_S), str(MEMORY_BYTES)]
+    return LineProcess(command, "reasoning_gym's scorer did not start: see the error above")

@@ -3,6 +3,7 @@
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import gymnasium
 import numpy as np
@@ -126,6 +127,30 @@ def test_reasoning_gym_scores_answers_and_separates_splits():
     assert env.step(entry["answer"])[1] == -0.1
     held_out = registry.make("reasoning_gym", {"dataset": "chain_sum", "split": "held_out"})
     assert not {env.task_id(seed) for seed in range(50)} & {held_out.task_id(seed) for seed in range(50)}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dataset", ["n_queens", "countdown", "polynomial_multiplication", "intermediate_integration"])
+def test_reasoning_gym_never_runs_an_answer_as_code(dataset: str, tmp_path: Path):
+    pytest.importorskip("reasoning_gym")
+    env = registry.make("reasoning_gym", {"dataset": dataset})
+    env.reset(seed=1)
+    code = f"__import__('pathlib').Path({str(tmp_path / 'ran')!r}).touch()"
+    assert env.step(f"<answer>{code}</answer>")[1] < 0.1
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("dataset", "answer"), [("countdown", "9**9**9**9"), ("coin_flip", "1e999999999")])
+def test_an_answer_that_reasoning_gym_can_not_score_in_time_is_wrong(dataset: str, answer: str):
+    pytest.importorskip("reasoning_gym")
+    env = registry.make("reasoning_gym", {"dataset": dataset})
+    env.reset(seed=1)
+    assert env.step(f"<answer>{answer}</answer>")[1] == 0.0
+    env.reset(seed=1)
+    library = pytest.importorskip("reasoning_gym")
+    right = library.create_dataset(dataset, seed=env.task_id(1), size=1)[0]["answer"]
+    assert env.step(f"<answer>{right}</answer>")[1] == 1.0
 
 
 def test_a_game_shows_only_new_log_lines_and_can_be_won():

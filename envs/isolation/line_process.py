@@ -1,0 +1,69 @@
+"""Program that answers JSON lines, in a process that can be killed.
+
+Invariant: a request that the program does not survive has no answer, and the next one goes to a new process.
+"""
+
+import atexit
+import contextlib
+import json
+import subprocess
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+
+class LineProcess:
+    """A program's process, started by the first request; it first prints `true` if it works."""
+
+    def __init__(self, command: Sequence[str], failure: str) -> None:
+        """failure: message of the RuntimeError if the program can't start."""
+        self._command, self._failure = command, failure
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        atexit.register(self.close)
+
+    def ask(self, request: Any) -> Any:
+        """Return the reply, None if the program ended; raises RuntimeError if it can't start."""
+        with self._lock:
+            process = self._process = self._process or self._start()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                process.stdin.write(json.dumps(request) + "\n")
+                process.stdin.flush()
+                reply = process.stdout.readline()
+            except BrokenPipeError:
+                reply = ""
+            except BaseException:  # its reply would be taken for the next request's
+                self._stop()
+                raise
+            if reply:
+                return json.loads(reply)
+            self._stop()
+            return None
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        with self._lock:
+            self._stop()
+
+    def _stop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            _kill(process)
+
+    def _start(self) -> "subprocess.Popen[str]":
+        process = subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert process.stdout is not None
+        if process.stdout.readline() == "true\n":
+            return process
+        _kill(process)
+        raise RuntimeError(self._failure)
+
+
+def _kill(process: "subprocess.Popen[str]") -> None:
+    process.kill()
+    with contextlib.suppress(BrokenPipeError), process:  # a request that was not read is still buffered
+        pass
