@@ -2,16 +2,19 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from redis import Redis
 
 from offbeat.services.control.rights import Tokens
-from offbeat.services.control.run import RunState
 from offbeat.services.control.sessions import COOKIE
+from offbeat.services.control.run import RunState
 from offbeat.services.keys import RunKeys
+from offbeat.trainer.trackers.metrics_file import METRICS_FILE
 from tests.browser.conftest import find_violations, sync_api
+from tests.deploy.console.folders import write_run
 from tests.services.control.api_harness import PLAN
 
 pytestmark = pytest.mark.slow
@@ -259,12 +262,19 @@ def test_acts_are_accessible_and_the_mesh_lives(control_url: str, page: Any) -> 
     assert find_violations(page) == []
 
 
-def test_the_frame_follows_the_runs_state(control_url: str, redis_url: str, page: Any) -> None:
-    page.goto(f"{control_url}/ui/#/mesh/lake")
-    page.locator("#state", has_text="running").wait_for()
+def test_curves_that_are_opened_before_the_first_step_show_it(
+    control_url: str, redis_url: str, page: Any, tmp_path: Path
+) -> None:
+    folder = write_run(tmp_path / "sea", "sea")
+    metrics = (folder / METRICS_FILE).rename(tmp_path / METRICS_FILE)
+    page.request.post(f"{control_url}/runs", data={"exp_name": "sea", "output_dir": str(folder)})
+    page.goto(f"{control_url}/ui/#/curves/sea")
+    page.get_by_text("There are no metrics yet.").wait_for()
+    metrics.rename(folder / METRICS_FILE)
     with Redis.from_url(redis_url) as redis:
-        redis.hset(RunKeys("lake").record, "state", RunState.PAUSED)
-    page.locator("#state", has_text="paused").wait_for()
+        redis.hset(RunKeys("sea").record, "state", RunState.RUNNING)
+    page.locator(".uplot canvas").first.wait_for()
+    assert page.locator("#metrics option").count() > 0
 
 
 def test_curves_are_marked_where_a_component_died_and_recovered(control_url: str, redis_url: str, page: Any) -> None:
@@ -277,6 +287,16 @@ def test_curves_are_marked_where_a_component_died_and_recovered(control_url: str
     page.get_by_text("step 2: learner is ready again").wait_for()
     page.locator(".uplot canvas").wait_for()
     assert find_violations(page) == []
+    page.get_by_role("checkbox", name="pond").check()
+    page.get_by_text("Differences of the configurations").wait_for()
+    page.get_by_text("step 2: learner died").wait_for()
+    page.get_by_role("checkbox", name="lake").uncheck()
+    page.get_by_text("Differences of the configurations").wait_for(state="detached")
+    page.locator(".uplot canvas").wait_for()
+    with page.expect_response("**/runs/pond/series?*"):  # of the next refresh
+        pass
+    page.wait_for_timeout(300)
+    assert page.get_by_text("learner died").count() == 0, "a mark of a run whose curves are not shown"
 
 
 def test_a_browser_logs_in_by_a_cookie_that_scripts_cannot_read(

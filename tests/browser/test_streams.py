@@ -1,5 +1,6 @@
-"""The page opens its event streams again after a passing refusal, where they were, and says meanwhile that they are lost."""
+"""The page has one event stream while it is visible, opens it again where it was, and says while it is lost."""
 
+import json
 from typing import Any
 
 import pytest
@@ -17,6 +18,49 @@ EVENT = (
 
 def refuse(route: Any, status: int, code: str, message: str) -> None:
     route.fulfill(status=status, json={"error": {"code": code, "message": message}})
+
+
+def show(page: Any, *, hidden: bool) -> None:
+    """Hide the page as another tab does, which a headless browser does not."""
+    page.evaluate(
+        f"Object.defineProperty(document, 'hidden', {{ value: {json.dumps(hidden)}, configurable: true }});"
+        "document.dispatchEvent(new Event('visibilitychange'))"
+    )
+
+
+@pytest.mark.parametrize("view", ["mesh", "curves", "groups", "plan", "acts"])
+def test_a_view_opens_one_stream_which_the_frame_follows(
+    control_url: str, redis_url: str, page: Any, view: str
+) -> None:
+    opened: list[str] = []
+    page.on("request", lambda each: opened.append(each.url) if "/events?" in each.url else None)
+    page.goto(f"{control_url}/ui/#/{view}/lake")
+    page.locator("#state", has_text="running").wait_for()
+    with Redis.from_url(redis_url) as redis:
+        redis.hset(RunKeys("lake").record, "state", RunState.PAUSED)
+    page.locator("#state", has_text="paused").wait_for()
+    assert len(opened) == 1
+
+
+def test_hidden_pages_leave_the_connections_to_others_and_miss_no_event(
+    control_url: str, redis_url: str, page: Any
+) -> None:
+    """A browser opens six connections to a host."""
+    pages = [page, *(page.context.new_page() for _ in range(6))]
+    for each in pages:
+        with each.expect_response("**/events?*"):
+            each.goto(f"{control_url}/ui/#/mesh/lake")
+        if each is not pages[-1]:
+            show(each, hidden=True)
+    with Redis.from_url(redis_url) as redis:
+        redis.xadd(RunKeys("lake").history, {"e": "recovered", "d": json.dumps({"component": "learner"})})
+    pages[-1].get_by_text("learner is ready again").wait_for()
+    assert page.get_by_text("learner is ready again").count() == 0
+    with page.expect_request("**/events?*") as reopened:
+        show(page, hidden=False)
+    assert reopened.value.headers["last-event-id"]
+    page.get_by_text("learner is ready again").wait_for()
+    assert page.get_by_text("wanted").count() == pages[-1].get_by_text("wanted").count()
 
 
 def test_a_lost_stream_is_said_and_goes_on_after_its_last_event(control_url: str, redis_url: str, page: Any) -> None:
@@ -59,6 +103,7 @@ def test_a_stream_of_a_deleted_run_or_at_its_end_is_not_opened_again(control_url
     page.get_by_text("No new events: there is no run 'lake'").wait_for()
     page.wait_for_timeout(1500)
     assert statuses == [200, 204, 404]
+    page.unroute("**/events?*")
     page.get_by_role("link", name="Acts").click()
     page.locator("#lost:empty").wait_for(state="attached")
     page.problems.clear()  # Chromium reports the 404 itself

@@ -10,11 +10,7 @@ const PASSING = [429, 503];
 const KEY = /^(\s*)(["']?)([^\s"'#{[-][^"':]*?)\2\s*:/;
 const SETTINGS = ["num_workers", "num_replicas", "learning_rate", "temperature", "max_staleness", "num_env_groups"];
 
-/**
- * Ask for consent; resolve to false if the question is cancelled or its view is left.
- * @param {string} question
- * @param {string} verb
- */
+/** Ask for consent; resolve to false if the question is cancelled or its view is left. @param {string} question @param {string} verb */
 function ask(question, verb) {
   const dialog = /** @type {HTMLDialogElement} */ (byId("dialog"));
   return new Promise((resolve) => {
@@ -212,11 +208,7 @@ function startActs(report, recipes) {
       })));
 }
 
-/**
- * Select a line of a text area.
- * @param {HTMLTextAreaElement} area
- * @param {number} line
- */
+/** Select a line of a text area. @param {HTMLTextAreaElement} area @param {number} line */
 function select(area, line) {
   const lines = area.value.split("\n");
   const start = lines.slice(0, line - 1).reduce((sum, each) => sum + each.length + 1, 0);

@@ -88,21 +88,15 @@ export async function getTrajectory(path) {
   return decodeTrajectory(await (await call("GET", path, { accept: "application/msgpack" })).arrayBuffer());
 }
 
-/** @type {Map<object, string>} */
-const lost = new Map();
-
-/** Say in the page's head whether a stream is lost, and why. @param {object} stream @param {string} why empty if it is not */
-function noteLost(stream, why) {
-  if (why) lost.set(stream, why);
-  else lost.delete(stream);
-  byId("lost").textContent = [...new Set(lost.values())].map((each) => `No new events: ${each}`).join(" ");
-}
+/** Say in the page's head why no events arrive. @param {string} why empty if they do */
+const sayLost = (why) => { byId("lost").textContent = why && `No new events: ${why}`; };
 
 /** Return whether to ask again: not if the service itself refuses the call for good. @param {unknown} error */
 const isPassing = (error) => !(error instanceof Refusal) || error.code === UNREACHABLE || error.status === 429 || error.status >= 500;
 
 /**
- * Listen to a run's events until the returned function is called. Unlike an EventSource, this opens a refused stream again.
+ * Listen to a run's events until the returned function is called, except while the page is hidden: a browser opens six connections at
+ * most to a host, over all of its pages. Unlike an EventSource, this opens a refused stream again.
  * @param {string} run
  * @param {Record<string, (data: any) => void>} listeners by kind of event
  * @param {boolean} [fromStart]
@@ -110,7 +104,7 @@ const isPassing = (error) => !(error instanceof Refusal) || error.code === UNREA
 export function listen(run, listeners, fromStart = false) {
   const kinds = Object.keys(listeners).map((kind) => `kind=${kind}`).join("&");
   const path = `/runs/${encodeURIComponent(run)}/events?${kinds}${fromStart ? "&from_start=true" : ""}`;
-  const leaving = new AbortController();
+  let opened = new AbortController();
   let position = "";
   const dispatch = (/** @type {string} */ message) => {
     const { event, data, id } = Object.fromEntries(message.split("\n").map((line) => line.split(/: (.*)/s, 2)));
@@ -118,10 +112,10 @@ export function listen(run, listeners, fromStart = false) {
     position = id;
     queueMicrotask(() => listeners[event](JSON.parse(data)));  // its errors are not the stream's
   };
-  const read = async () => {
-    const { body, status } = await call("GET", path, { accept: "text/event-stream", position, signal: leaving.signal });
-    noteLost(leaving, "");
-    if (!body || status === 204) return leaving.abort();
+  const read = async (/** @type {AbortSignal} */ signal) => {
+    const { body, status } = await call("GET", path, { accept: "text/event-stream", position, signal });
+    sayLost("");
+    if (!body || status === 204) return end();
     const [reader, decoder] = [body.getReader(), new TextDecoder()];
     for (let text = "", part = await reader.read(); !part.done; part = await reader.read()) {
       const messages = (text + decoder.decode(part.value, { stream: true })).split("\n\n");
@@ -129,16 +123,24 @@ export function listen(run, listeners, fromStart = false) {
       messages.forEach(dispatch);
     }
   };
-  const follow = async () => {
+  const follow = async (/** @type {AbortSignal} */ signal) => {
     try {
-      await read();
+      await read(signal);
     } catch (error) {
-      if (leaving.signal.aborted) return;
-      noteLost(leaving, /** @type {Error} */ (error).message);
-      if (!isPassing(error)) return;
+      if (signal.aborted) return;
+      sayLost(/** @type {Error} */ (error).message);
+      if (!isPassing(error)) return end();
     }
-    if (!leaving.signal.aborted) setTimeout(follow, REOPEN_MS);
+    if (!signal.aborted) setTimeout(follow, REOPEN_MS, signal);
   };
-  follow();
-  return () => { leaving.abort(); noteLost(leaving, ""); };
+  const open = () => {
+    opened.abort();
+    if (document.hidden) return;
+    opened = new AbortController();
+    follow(opened.signal);
+  };
+  const end = () => { opened.abort(); document.removeEventListener("visibilitychange", open); };
+  document.addEventListener("visibilitychange", open);
+  open();
+  return () => { end(); sayLost(""); };
 }

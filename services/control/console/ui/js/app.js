@@ -1,6 +1,6 @@
 // Frame of the page: session, choice of run and view by the address's fragment, `#/view/run?parameters`.
 
-import { get, prefetch, Refusal, send } from "./api.js";
+import { get, listen, prefetch, Refusal, send } from "./api.js";
 import { byId, h } from "./dom.js";
 import * as acts from "./acts.js";
 import * as curves from "./curves.js";
@@ -17,9 +17,13 @@ import * as trajectory from "./trajectory.js";
  * @property {"none" | "read" | "write"} access
  * @property {boolean} isFolder true without a mesh: no events, no acts
  * @property {URLSearchParams} params
- * @property {(run: any) => void} showState update the frame's state and step
  * @property {(view: string, params?: Record<string, any>, run?: string) => string} link
  * @property {(view: string, params?: Record<string, any>, run?: string) => void} go
+ */
+
+/**
+ * What a view shows: listeners to the page's one stream of events, from its start if wanted, and what to do when the view is left.
+ * @typedef {{on?: Record<string, (data: any) => void>, fromStart?: boolean, leave?: () => void}} Shown
  */
 
 /**
@@ -27,7 +31,7 @@ import * as trajectory from "./trajectory.js";
  * @typedef {object} View
  * @property {string} title
  * @property {(run: string, params: URLSearchParams) => string[]} [reads]
- * @property {(context: Context, main: HTMLElement) => Promise<void | (() => void)>} show
+ * @property {(context: Context, main: HTMLElement) => Promise<void | Shown>} show
  */
 
 /** @type {Record<string, View>} */
@@ -77,7 +81,7 @@ async function render() {
     const isFolder = session.access === "read" && !session.needs_token;
     /** @type {Context} */
     const context = {
-      run, runs, params, access: session.access, isFolder, showState,
+      run, runs, params, access: session.access, isFolder,
       link: (to, more = {}, of = run) => address(of, to, more),
       go: (to, more = {}, of = run) => void (location.hash = address(of, to, more)),
     };
@@ -87,9 +91,11 @@ async function render() {
     }
     const body = h("div");
     fill(body);
-    const done = await VIEWS[view].show(context, body);
-    if (mine !== turn) return void done?.();
-    leave = done ?? leave;
+    const shown = await VIEWS[view].show(context, body) ?? {};
+    if (mine !== turn) return void shown.leave?.();
+    const follow = (/** @type {any} */ seen) => { showState(seen); shown.on?.run?.(seen); };
+    const stop = isFolder || !run ? null : listen(run, { ...shown.on, run: follow }, shown.fromStart);
+    leave = () => { stop?.(); shown.leave?.(); };
   } catch (error) {
     if (mine === turn) fill(problem(error));
   }

@@ -1,6 +1,6 @@
 // Curves of runs laid over each other, with marks where settings changed and where components died and came back.
 
-import { get, listen } from "./api.js";
+import { get } from "./api.js";
 import { choice, clock, h, s, short } from "./dom.js";
 import { category } from "./palette.js";
 
@@ -16,11 +16,7 @@ const AXES = /** @type {[string, string][]} */ ([["step", "step"], ["time", "tim
 
 const MARKS = { changed: { color: "#d55e00", dash: [4, 4] }, died: { color: "#cc79a7", dash: [] }, recovered: { color: "#009e73", dash: [2, 3] } };
 
-/**
- * Return a run's value at x, straight between its points; null outside.
- * @param {Columns} columns
- * @param {number} x
- */
+/** Return a run's value at x, straight between its points; null outside. @param {Columns} columns @param {number} x */
 function at({ x: places, values }, x) {
   if (!places.length || x < places[0] || x > places[places.length - 1]) return null;
   let low = 0;
@@ -35,10 +31,7 @@ function at({ x: places, values }, x) {
   return values[low - 1] + share * (values[low] - values[low - 1]);
 }
 
-/**
- * Align series on the union of their places.
- * @param {Columns[]} series
- */
+/** Align series on the union of their places. @param {Columns[]} series */
 function align(series) {
   const xs = [...new Set(series.flatMap((each) => each.x))].sort((a, b) => a - b);
   return [xs, ...series.map((each) => {
@@ -47,10 +40,7 @@ function align(series) {
   })];
 }
 
-/**
- * Reduce aligned runs to mean, lowest and highest.
- * @param {(number | null)[][]} data
- */
+/** Reduce aligned runs to mean, lowest and highest. @param {(number | null)[][]} data */
 function spread(data) {
   const [xs, ...rows] = data;
   const columns = xs.map((_, i) => rows.map((row) => row[i]).filter((value) => value !== null).map(Number));
@@ -58,11 +48,7 @@ function spread(data) {
     columns.map((each) => each.length ? Math.min(...each) : null), columns.map((each) => each.length ? Math.max(...each) : null)];
 }
 
-/**
- * Draw vertical lines.
- * @param {Mark[]} marks
- * @param {string} axis
- */
+/** Draw vertical lines. @param {Mark[]} marks @param {string} axis */
 function marker(marks, axis) {
   return { hooks: { draw: (/** @type {any} */ plot) => {
     plot.ctx.save();
@@ -84,10 +70,7 @@ function marker(marks, axis) {
 const changesOf = (run) => run.changes.map((/** @type {any} */ change) => (/** @type {Mark} */ ({ at: change.at, step: change.from_step, kind: "changed",
   text: Object.entries(change.values).map(([name, value]) => `${name} ${value}`).join(", ") })));
 
-/**
- * List marks in words.
- * @param {Mark[]} marks
- */
+/** List marks in words. @param {Mark[]} marks */
 const legend = (marks) => h("ul", {}, marks.map((mark) => h("li", {}, s("svg", { class: "line", "aria-hidden": true, viewBox: "0 0 20 4" },
   s("line", { x1: 0, x2: 20, y1: 2, y2: 2, stroke: MARKS[mark.kind].color, "stroke-width": 2, "stroke-dasharray": MARKS[mark.kind].dash.join(" ") })), ` ${mark.kind} ${clock(mark.at)}, step ${mark.step ?? "–"}: ${mark.text}`)));
 
@@ -105,23 +88,23 @@ export async function show(context, main) {
   const chosen = new Set(runsOf(context.run, context.params).filter((id) => context.runs.some((run) => run.id === id)));
   const axis = context.params.get("axis") ?? "step";
   const read = () => Promise.all(pathsOf([...chosen], context.params).map(get));
-  const answers = await read();
-  const all = [...new Set(answers.flatMap((answer) => answer.names))];
   const asked = context.params.get("names");
-  const names = asked ? asked.split(",") : DEFAULT.filter((name) => all.includes(name));
+  let names = /** @type {string[]} */ ([]);
+  let run = context.runs.find((each) => each.id === context.run);
   const band = context.params.get("spread") === "1" && chosen.size > 1;
   const go = (/** @type {Record<string, any>} */ change) => context.go("curves",
-    { runs: [...chosen].join(","), axis, names: names.join(","), spread: band ? 1 : "", ...change });
+    { runs: [...chosen].join(","), axis, names: asked, spread: band ? 1 : "", ...change });
   const metric = h("input", { list: "metrics", size: 28, placeholder: "learner/actor/ratio_max" });
   const charts = h("div", { class: "columns" });
   const list = h("div");
+  const metrics = h("datalist", { id: "metrics" });
   const deaths = /** @type {Mark[]} */ ([]);
   main.replaceChildren(
     h("div", { class: "bar" }, choice("Axis", AXES, axis, (value) => go({ axis: value })),
       h("label", {}, "Add a metric", metric),
       h("button", { onclick: () => metric.value && go({ names: [...new Set([...names, metric.value])].join(",") }) }, "Add"),
       h("button", { onclick: () => go({ names: "" }) }, "Defaults"),
-      h("datalist", { id: "metrics" }, all.map((name) => h("option", { value: name }))),
+      metrics,
       chosen.size > 1 ? h("label", { class: "row" }, h("input", { type: "checkbox", checked: band, onchange: () => go({ spread: band ? "" : 1 }) }), "mean and spread of the runs") : null),
     h("fieldset", {}, h("legend", {}, "Runs"), context.runs.map((run) => h("label", { class: "row key" },
       h("input", { type: "checkbox", checked: chosen.has(run.id), onchange: () => {
@@ -131,13 +114,17 @@ export async function show(context, main) {
     list, charts, chosen.size > 1 ? differences([...chosen]) : "");
 
   let plots = /** @type {any[]} */ ([]);
-  const draw = (/** @type {any[]} */ answers, /** @type {any} */ view) => {
-    const ids = [...chosen];
-    const marks = axis === "trajectories" ? [] : [...changesOf(view), ...deaths].filter((mark) => mark.step !== null).sort((a, b) => a.at - b.at);
+  const draw = async () => {
+    const [ids, answers] = [[...chosen], await read()];
+    const all = [...new Set(answers.flatMap((answer) => answer.names))];
+    names = asked ? asked.split(",") : DEFAULT.filter((name) => all.includes(name));
+    metrics.replaceChildren(...all.map((name) => h("option", { value: name })));
+    const isMarked = axis !== "trajectories" && chosen.has(context.run);
+    const marks = isMarked ? [...changesOf(run), ...deaths].filter((mark) => mark.step !== null).sort((a, b) => a.at - b.at) : [];
     list.replaceChildren(marks.length ? legend(marks) : "");
     plots.forEach((plot) => plot.destroy());
     plots = [];
-    charts.replaceChildren(...names.map((name) => {
+    charts.replaceChildren(names.length ? "" : h("p", { class: "soft" }, "There are no metrics yet."), ...names.map((name) => {
       const present = ids.map((id, i) => ({ id, i, columns: /** @type {Columns} */ (answers[i].series[name]) })).filter((each) => each.columns);
       const place = h("div", { class: "chart" });
       const last = answers.map((answer) => short(answer.last[name])).join(", ");
@@ -145,17 +132,18 @@ export async function show(context, main) {
       return h("section", {}, h("h2", {}, name), h("p", { class: "soft" }, `newest: ${last}`), place);
     }));
   };
-  draw(answers, context.runs.find((run) => run.id === context.run));
-  if (context.isFolder) return () => plots.forEach((each) => each.destroy());
-  const redraw = async () => draw(await read(), await get(`/runs/${context.run}`));
+  await draw();
   let due = false;
-  const stops = [listen(context.run, { metrics: () => { due = true; } }), listen(context.run, { history: ({ event, at, detail }) => {
-    if (event !== "died" && event !== "recovered") return;
-    deaths.push({ at, step: detail.step ?? null, kind: event, text: `${detail.component} ${event === "died" ? `died: ${detail.why}` : "is ready again"}` });
-    due = true;
-  } }, true)];
-  const timer = setInterval(() => { if (due && !document.hidden) { due = false; redraw(); } }, REFRESH_MS);
-  return () => { stops.forEach((stop) => stop()); clearInterval(timer); plots.forEach((each) => each.destroy()); };
+  const on = {
+    run: (/** @type {any} */ view) => { run = view; due = true; },
+    history: (/** @type {any} */ { event, at, detail }) => {
+      if (event !== "died" && event !== "recovered") return;
+      deaths.push({ at, step: detail.step ?? null, kind: event, text: `${detail.component} ${event === "died" ? `died: ${detail.why}` : "is ready again"}` });
+      due = true;
+    },
+  };
+  const timer = setInterval(() => { if (due && !document.hidden) { due = false; draw(); } }, REFRESH_MS);
+  return { on, fromStart: true, leave: () => { clearInterval(timer); plots.forEach((each) => each.destroy()); } };
 }
 
 /**

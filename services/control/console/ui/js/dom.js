@@ -49,20 +49,12 @@ export function s(tag, attributes = {}, ...children) {
   return fill(/** @type {SVGElement} */ (document.createElementNS(SVG, tag)), attributes, /** @type {Child[]} */ (children.flat()));
 }
 
-/**
- * Return the page's element of an id.
- * @param {string} id
- * @returns {any}
- */
+/** Return the page's element of an id. @param {string} id @returns {any} */
 export function byId(id) {
   return document.getElementById(id);
 }
 
-/**
- * Format a number shortly; a dash for none.
- * @param {number | null | undefined} value
- * @param {number} [digits]
- */
+/** Format a number shortly; a dash for none. @param {number | null | undefined} value @param {number} [digits] */
 export function short(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (Number.isInteger(value)) return value.toLocaleString("en");

@@ -1,6 +1,6 @@
 // Lives of groups: table with times as bars, reasons, rewards; odd ones first on demand.
 
-import { get, listen } from "./api.js";
+import { get } from "./api.js";
 import { choice, h, s, short } from "./dom.js";
 
 export const title = "Groups";
@@ -80,9 +80,8 @@ export async function show(context, main) {
   await draw();
   if (context.isFolder) return;
   let due = false;
-  const stop = listen(context.run, { run: count, life: () => { due = true; } });
   const timer = setInterval(() => { if (due && !document.hidden) { due = false; draw(); } }, REFRESH_MS);
-  return () => { stop(); clearInterval(timer); };
+  return { on: { run: count, life: () => { due = true; } }, leave: () => clearInterval(timer) };
 }
 
 /** @param {import("./app.js").Context} context @param {HTMLElement} main @param {string} number */

@@ -7,11 +7,7 @@ import { sequential } from "./palette.js";
 const CELL = 14;
 const LABEL = 34;
 
-/**
- * Show the newest groups' lags.
- * @param {import("./app.js").Context} context
- * @param {HTMLElement} place
- */
+/** Show the newest groups' lags. @param {import("./app.js").Context} context @param {HTMLElement} place */
 export async function lagMap(context, place) {
   const room = Math.max(1, Math.floor((Math.min(place.clientWidth || 480, 720) - LABEL) / CELL));
   const { total, first, last, counts } = await get(`/runs/${context.run}/lags?columns=${room}`);

@@ -1,6 +1,6 @@
 // Services as boxes, queues as edges, what waits for what lit up, lags, deaths.
 
-import { get, listen } from "./api.js";
+import { get } from "./api.js";
 import { clock, h, s, short } from "./dom.js";
 import { lagMap } from "./heatmap.js";
 
@@ -126,10 +126,10 @@ export async function show(context, main) {
   lagMap(context, lags);
   if (context.isFolder) return;
   await explain();
-  const stop = listen(context.run, {
-    run: (view) => { run = view; draw(); context.showState(run); },
-    history: (event) => events.prepend(h("li", {}, h("time", {}, clock(event.at)), " ", describe(event))),
-  }, true);
+  const on = {
+    run: (/** @type {any} */ view) => { run = view; draw(); },
+    history: (/** @type {any} */ event) => events.prepend(h("li", {}, h("time", {}, clock(event.at)), " ", describe(event))),
+  };
   const timer = setInterval(() => { if (!document.hidden) explain(); }, WHY_INTERVAL_MS);
   let mapped = run.step;
   const follow = setInterval(() => {
@@ -137,5 +137,5 @@ export async function show(context, main) {
     mapped = run.step;
     lagMap(context, lags);
   }, LAGS_INTERVAL_MS);
-  return () => { stop(); clearInterval(timer); clearInterval(follow); };
+  return { on, fromStart: true, leave: () => { clearInterval(timer); clearInterval(follow); } };
 }

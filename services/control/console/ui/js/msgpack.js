@@ -70,10 +70,7 @@ const KINDS = /** @type {Record<string, any>} */ ({
   logprobs: Float32Array, trainer_logprobs: Float32Array, ratio: Float32Array, advantages: Float32Array,
 });
 
-/**
- * Decode a trajectory; its columns become typed arrays.
- * @param {ArrayBuffer} buffer
- */
+/** Decode a trajectory; its columns become typed arrays. @param {ArrayBuffer} buffer */
 export function decodeTrajectory(buffer) {
   const body = decode(buffer);
   for (const segment of body.segments) {

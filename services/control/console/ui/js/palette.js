@@ -23,10 +23,7 @@ export const diverging = (share) => css(between(DIVERGING, (share + 1) / 2));
 /** @param {number} index */
 export const category = (index) => CATEGORIES[index % CATEGORIES.length];
 
-/**
- * Return black or white, whichever is readable on a colour.
- * @param {string} color `rgb(...)` or `#rrggbb`
- */
+/** Return black or white, whichever is readable on a colour. @param {string} color `rgb(...)` or `#rrggbb` */
 export function readable(color) {
   const rgb = color.startsWith("#")
     ? [1, 3, 5].map((i) => parseInt(color.slice(i, i + 2), 16))

@@ -81,10 +81,7 @@ function turnOf(trajectory, turn, i) {
       h("span", { class: "soft" }, `${turn.end - turn.start} tokens, reward ${short(turn.reward)}${turn.is_truncated ? ", cut by the token limit" : ""}`)));
 }
 
-/**
- * Return each segment's parent, the earlier one with the longest common beginning, and that length.
- * @param {any[]} segments
- */
+/** Return each segment's parent, the earlier one with the longest common beginning, and that length. @param {any[]} segments */
 export function parents(segments) {
   return segments.map((segment, i) => {
     let best = { parent: -1, shared: 0 };
