@@ -148,7 +148,7 @@ class _Options:
             turns = ValueDistribution.parse(self.turns or str(max_turns))
             is_timed_anew = measured is not None and self.turns is None
             workload = RetimedWorkload(base.workload, env_s) if is_timed_anew else AssumedWorkload(turns, env_s)
-            base = replace(base, workload=workload)
+            base = replace(base, workload=workload, env_call_s=None)
         if self.turn_latency is not None:
             base = replace(base, turn_s=TurnTimes.parse(self.turn_latency))
         if self.train_s is not None:

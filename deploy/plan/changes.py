@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from offbeat.deploy.plan.limits import Limits
 from offbeat.deploy.plan.outcome import Setup
 from offbeat.deploy.plan.workload import Measures
 
@@ -29,10 +30,12 @@ def single_changes(setup: Setup, measures: Measures, per_worker: int) -> Iterato
     groups = max(round(limits.max_groups_in_flight * GROUP_FACTOR), limits.max_groups_in_flight + 1)
     yield with_groups(setup, measures, groups, per_worker)
     workers = -(-limits.max_groups_in_flight * members // per_worker)
-    if workers > setup.num_workers or measures.worker_s:
+    is_limited = bool(measures.worker_s or setup.env_steps or setup.agents)
+    if workers > setup.num_workers or is_limited:
         workers = max(workers, setup.num_workers + 1)
         more = replace(setup, slots=workers * per_worker, num_workers=workers)
         yield SettingChange(f"rollout.num_workers={workers}", more, measures)
+    yield from _wider_limits(setup, measures)
     if setup.order == "admission":
         yield SettingChange("buffer.order=completion", replace(setup, order="completion"), measures)
     if limits.stale_policy == "drop":
@@ -47,6 +50,26 @@ def single_changes(setup: Setup, measures: Measures, per_worker: int) -> Iterato
         measures, train_fixed_s=measures.train_fixed_s / 2, train_per_token_s=measures.train_per_token_s / 2
     )
     yield SettingChange("training in half the time", setup, faster, is_setting=False)
+
+
+def _wider_limits(setup: Setup, measures: Measures) -> Iterator[SettingChange]:
+    """Yield twice the limits that are below the slots."""
+    within, steps = setup.within, setup.env_steps
+    if steps and steps == within.threads:
+        more = replace(within, threads=2 * steps)
+        yield SettingChange(f"rollout.num_threads={2 * steps}", replace(setup, within=more), measures)
+    elif steps and within.steps and not within.has_lock:
+        more = replace(within, steps=_twice(within.steps))
+        text = " ".join(f"custom_envs.{tag}.max_env_step_concurrent={limit}" for tag, limit in more.steps)
+        yield SettingChange(text, replace(setup, within=more), measures)
+    if setup.agents:
+        more = replace(within, agents=_twice(within.agents))
+        text = " ".join(f"custom_envs.{tag}.agent_runner.num_agents={number}" for tag, number in more.agents)
+        yield SettingChange(text, replace(setup, within=more), measures)
+
+
+def _twice(limits: Limits) -> Limits:
+    return tuple((tag, 2 * limit) for tag, limit in limits)
 
 
 def with_groups(setup: Setup, measures: Measures, groups: int, per_worker: int) -> SettingChange:

@@ -1,12 +1,15 @@
 """Formulas beside the simulation: least cost of a step, and lag of groups."""
 
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
+import numpy.typing as npt
 
 from offbeat.deploy.plan.outcome import Setup, SimulatedRun
 from offbeat.deploy.plan.workload import Measures
 
+Floats = npt.NDArray[np.float64]
 NUM_DRAWN = 3000
 """Groups drawn for a mean."""
 
@@ -21,13 +24,15 @@ class ClosedForms:
     """Mean of a group's slowest needed member."""
     train_s: float
     slots_step_s: float
-    """batch x mean episode / slots."""
+    """batch x mean episode / slots (or agents, if these are fewer)."""
     groups_step_s: float
     """groups per step x mean group / groups in flight, as slots of early members stay empty."""
     engine_step_s: float
     """Turns of a batch / turns per second of the engines."""
     worker_step_s: float
     """Turns of a batch x CPU time of a turn / env workers."""
+    env_step_s: float
+    """Turns of a batch x env call / concurrent env steps."""
     sync_step_s: float
     """Slowest group of a batch, then training (`max_staleness: 0`)."""
 
@@ -39,7 +44,7 @@ class ClosedForms:
     @property
     def rollout_step_s(self) -> float:
         """Rollouts alone, with groups."""
-        return max(self.slots_step_s, self.groups_step_s, self.engine_step_s, self.worker_step_s)
+        return max(self.slots_step_s, self.groups_step_s, self.engine_step_s, self.worker_step_s, self.env_step_s)
 
 
 def closed_forms(setup: Setup, measures: Measures, seed: int = 0) -> ClosedForms:
@@ -47,7 +52,7 @@ def closed_forms(setup: Setup, measures: Measures, seed: int = 0) -> ClosedForms
     members = limits.group_size + limits.redundancy
     drawn = np.array([measures.workload.draw_group(rng, members) for _ in range(NUM_DRAWN)])
     turns, env_s = drawn[..., 0], drawn[..., 1]
-    count = float(min(setup.slots, limits.max_groups_in_flight * members))
+    count = float(min(setup.running, limits.max_groups_in_flight * members))
     times, busy = turns, count
     for _ in range(8):  # members that have ended leave the engines to the others of their group
         turn_s = _turn_s(busy, measures, float(env_s.sum() / turns.sum()), setup) + measures.worker_s
@@ -63,10 +68,11 @@ def closed_forms(setup: Setup, measures: Measures, seed: int = 0) -> ClosedForms
         episode_s=float(times.mean()),
         group_s=float(slowest.mean()),
         train_s=train_s,
-        slots_step_s=played * float(times.mean()) / setup.slots,
+        slots_step_s=played * float(times.mean()) / setup.running,
         groups_step_s=played / members * float(slowest.mean()) / limits.max_groups_in_flight,
         engine_step_s=played * float(turns.mean()) / (setup.num_replicas * measures.turn_s.max_rate),
         worker_step_s=played * float(turns.mean()) * measures.worker_s / setup.num_workers,
+        env_step_s=played * _env_calls_s(turns, env_s, measures) / (setup.num_workers * (setup.env_steps or inf)),
         sync_step_s=float(sync_s) + train_s + measures.announce_s + measures.serve_s,
     )
 
@@ -79,6 +85,12 @@ def expected_lag(outcome: SimulatedRun, setup: Setup) -> float:
     """
     in_system = (outcome.playing_groups + outcome.waiting_groups) / setup.limits.groups_per_step
     return max(in_system - 0.5 + 1 - outcome.learner_idle, 0.0)
+
+
+def _env_calls_s(turns: Floats, env_s: Floats, measures: Measures) -> float:
+    """Return an episode's mean time in calls of its env."""
+    most = env_s if measures.env_call_s is None else turns * measures.env_call_s
+    return float(np.minimum(env_s, most).mean())
 
 
 def _turn_s(playing: float, measures: Measures, env_s: float, setup: Setup) -> float:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.plan.limits import limits_of
 from offbeat.deploy.plan.workload import MeasuredWorkload, Measures, PlannedEpisode, TurnTimes
 from offbeat.services.errors import CodecError
 from offbeat.services.messages.types import Trajectory
@@ -76,7 +77,15 @@ def read_measures(folder: Path, config: RunConfig) -> Measured:
         raise PlanError(f"{path} can't be read: {error.strerror}") from error
     batches, notes = read_batches(folder, config)
     groups = [group.trajectories for batch in batches for group in batch.groups]
-    measured = measure(rows, groups, num_replicas=config.actor_infer.num_replicas, where=str(folder))
+    num_workers = config.rollout.num_workers
+    steps = limits_of(config).env_steps(num_workers)
+    measured = measure(
+        rows,
+        groups,
+        num_replicas=config.actor_infer.num_replicas,
+        env_steps=steps and steps * num_workers,
+        where=str(folder),
+    )
     return replace(measured, notes=(*notes, *measured.notes))
 
 
@@ -89,9 +98,14 @@ def read_rows(path: Path) -> Iterator[MetricRow]:
 
 
 def measure(
-    rows: Sequence[MetricRow], groups: Sequence[Sequence[Trajectory]], *, num_replicas: int = 1, where: str = "the run"
+    rows: Sequence[MetricRow],
+    groups: Sequence[Sequence[Trajectory]],
+    *,
+    num_replicas: int = 1,
+    env_steps: int | None = None,
+    where: str = "the run",
 ) -> Measured:
-    """Measure a run; raises `PlanError` without steps or episodes."""
+    """Measure a run; raises `PlanError` without steps or episodes. env_steps: of the run, at once; None: unlimited."""
     steps = sorted((row for row in rows if row.source == "learner" and "time/step_s" in row.values), key=_by_time)
     played = [row for row in rows if row.source == "rollout" and row.labels.get("kind", "train") == "train"]
     if len(steps) < WARM_UP_STEPS + 2:
@@ -102,8 +116,10 @@ def measure(
     counted, span_s, gap_notes = _without_gaps(counted, before)
     played = _begun_after(before.time, played)
     turn_s, mean_turn_s = _fit_turns(played, rows, num_replicas)
-    worker_s = _worker_s([row for row in rows if row.source == "rollout" and row.time >= before.time])
-    workload, notes = _workload(groups, played, mean_turn_s + worker_s)
+    reported = [row for row in rows if row.source == "rollout" and row.time >= before.time]
+    worker_s = _worker_s(reported)
+    env_call_s, wait_s = _env_call_s(played, reported, env_steps) if env_steps else (None, 0.0)
+    workload, notes = _workload(groups, played, mean_turn_s + worker_s + wait_s)
     trajectories = _total(counted, "trajectories")
     fixed_s, per_token_s = _fit_training(counted)
     busy = {name: _total(counted, f"time/{name}_s") / len(counted) for name in STEP_PARTS}
@@ -119,6 +135,7 @@ def measure(
         serve_s=_mean(rows, "generation", "load_s") + _mean(rows, "generation", "pause_s"),
         other_s=max(span_s / len(counted) - sum(busy.values()), 0.0),
         refilled=refilled / max(refilled + _total(counted, "groups"), 1.0),
+        env_call_s=env_call_s,
         worker_s=worker_s,
     )
     return Measured(
@@ -260,6 +277,24 @@ def _worker_s(rows: Sequence[MetricRow]) -> float:
         if "cpu_s" in row.values:  # the last record of a report
             reports.append((turns.pop(worker), row.values["cpu_s"]))
     return _fit_line(*np.array(reports).T)[1] if reports else 0.0
+
+
+def _env_call_s(
+    played: Sequence[MetricRow], reported: Sequence[MetricRow], env_steps: int
+) -> tuple[float | None, float]:
+    """Return the time of a turn in calls of its env, resets included, and the wait for a free thread in it.
+
+    No more than `env_steps` can have run at once: what the calls took beyond is wait.
+    """
+    kept = [row.values for row in played if row.values.get("turns") and "env_s" in row.values]
+    span_s = max((row.time for row in reported), default=0.0) - min((row.time for row in reported), default=0.0)
+    turns_per_s = _total(reported, "turns") / span_s if span_s else 0.0
+    if not kept or not turns_per_s:
+        return None, 0.0
+    in_calls = sum(row["env_s"] * (row["turns"] + row.get("episodes", 0.0)) for row in kept)
+    call_s = in_calls / sum(row["turns"] for row in kept)
+    served_s = min(call_s, env_steps / turns_per_s)
+    return served_s, call_s - served_s
 
 
 def _fit_training(steps: Sequence[MetricRow]) -> tuple[float, float]:

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from statistics import fmean
 
+from offbeat.deploy.plan.limits import NO_LIMITS, WorkerLimits
 from offbeat.services.buffer.api import BufferLimits
 from offbeat.services.buffer.config import Order
 
@@ -19,11 +20,30 @@ class Setup:
     num_replicas: int = 1
     heartbeat_s: float = 0.5
     """Until a worker learns of cancelled episodes."""
+    within: WorkerLimits = NO_LIMITS
 
     @property
     def batch(self) -> int:
         """Trajectories that a step trains on."""
         return self.limits.groups_per_step * (self.limits.group_size - self.limits.baselines)
+
+    @property
+    def running(self) -> int:
+        """Slots whose episodes run at once: the others wait for an agent."""
+        return self.slots if self.agents is None else self.num_workers * self.agents
+
+    @property
+    def env_steps(self) -> int | None:
+        """Concurrent env steps of a worker; None: as many as its slots."""
+        return self._within_slots(self.within.env_steps(self.num_workers))
+
+    @property
+    def agents(self) -> int | None:
+        """Concurrent agents of a worker; None: as many as its slots."""
+        return self._within_slots(self.within.num_agents)
+
+    def _within_slots(self, limit: int | None) -> int | None:
+        return limit if limit is not None and limit * self.num_workers < self.slots else None
 
 
 @dataclass(frozen=True, slots=True)

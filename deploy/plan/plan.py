@@ -7,6 +7,7 @@ from typing import Any
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.plan.changes import SettingChange, single_changes, with_groups
 from offbeat.deploy.plan.estimate import Effort, Estimate, estimate
+from offbeat.deploy.plan.limits import limits_of
 from offbeat.deploy.plan.machine import Division, Machine, PartSizes, divisions
 from offbeat.deploy.plan.measurements import Measured, PlanError
 from offbeat.deploy.plan.memory import Memory, memory_of
@@ -84,6 +85,7 @@ def setup_of(config: RunConfig) -> Setup:
         num_workers=rollout.num_workers,
         num_replicas=config.actor_infer.num_replicas,
         heartbeat_s=min(0.5, config.buffer.worker_timeout_s / 5),
+        within=limits_of(config),
     )
 
 

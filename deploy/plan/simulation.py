@@ -7,12 +7,13 @@ Engines share turns evenly; a turn's time is that of the concurrency at its star
 import heapq
 from collections import deque
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import numpy as np
 
 from offbeat.deploy.plan.outcome import Setup, SimulatedRun, Statistics
-from offbeat.deploy.plan.stations import Average, Station
+from offbeat.deploy.plan.stations import Average, Servers, Station
 from offbeat.deploy.plan.workload import Measures, PlannedEpisode
 from offbeat.services.buffer.admission import GroupCounts, count_admissible, oldest_consumable
 
@@ -30,14 +31,23 @@ class _Group:
 
 
 class _Member:
-    __slots__ = ("began", "env_s", "group", "is_held", "turns")
+    __slots__ = ("began", "env_s", "group", "has_agent", "is_held", "turns")
 
     def __init__(self, group: _Group, episode: PlannedEpisode) -> None:
         self.group = group
         self.turns, env_s = episode
         self.env_s = env_s / episode.turns
         self.is_held = False
+        self.has_agent = False
         self.began = 0.0
+
+
+class _Agents:
+    __slots__ = ("free", "waiting")
+
+    def __init__(self, number: int) -> None:
+        self.free = number
+        self.waiting: deque[_Member] = deque()
 
 
 class Simulation:
@@ -70,7 +80,10 @@ class Simulation:
         self._workers = [Station() for _ in range(setup.num_workers)]
         self._buffer = Station()
         self._averages = {name: Average() for name in ("playing", "held", "waiting", "generating")}
-        self._by_turns = not measures.turn_s.is_flat or measures.worker_s > 0
+        self._call_s = inf if measures.env_call_s is None else measures.env_call_s
+        self._envs = [Servers(setup.env_steps) for _ in self._workers] if setup.env_steps else []
+        self._agents = [_Agents(setup.agents) for _ in self._workers] if setup.agents else []
+        self._by_turns = not measures.turn_s.is_flat or measures.worker_s > 0 or bool(self._envs)
         self._statistics = Statistics()
         self._phases: list[float] = (self._rng.random(setup.num_workers) * setup.heartbeat_s).tolist()
 
@@ -122,6 +135,27 @@ class Simulation:
         member.began = self._now
         at = self._buffer.serve(self._now, self._measures.buffer_s / 2)
         at = max(at, self._served_at)
+        if self._agents:
+            self._at(at, self._wait_for_agent, member)
+        else:
+            self._play(member, at)
+
+    def _wait_for_agent(self, member: _Member) -> None:
+        if not member.is_held:
+            return
+        agents = self._agents[member.group.number % len(self._agents)]
+        if agents.free:
+            agents.free -= 1
+            self._play_with_agent(member)
+        else:
+            agents.waiting.append(member)
+
+    def _play_with_agent(self, member: _Member) -> None:
+        member.has_agent = True
+        member.began = self._now
+        self._play(member, self._now)
+
+    def _play(self, member: _Member, at: float) -> None:
         if self._by_turns:
             self._at(at, self._sample, member)
         else:
@@ -147,7 +181,14 @@ class Simulation:
         self._generating -= 1
         if member.is_held:
             member.turns -= 1
-            self._at(self._now + member.env_s, self._sample if member.turns else self._end, member)
+            at = self._step_env(member) if self._envs else self._now + member.env_s
+            self._at(at, self._sample if member.turns else self._end, member)
+
+    def _step_env(self, member: _Member) -> float:
+        """Return the end of a turn's time outside of engines, of which `env_call_s` takes one of the worker's steps."""
+        call_s = min(member.env_s, self._call_s)
+        done = self._envs[member.group.number % len(self._envs)].serve(self._now, call_s)
+        return done + member.env_s - call_s
 
     def _end(self, member: _Member) -> None:
         if not member.is_held:
@@ -174,6 +215,17 @@ class Simulation:
         if member.is_held:
             member.is_held = False
             self._free += 1
+            if member.has_agent:
+                self._release_agent(member)
+
+    def _release_agent(self, member: _Member) -> None:
+        agents = self._agents[member.group.number % len(self._agents)]
+        while agents.waiting and not agents.waiting[0].is_held:
+            agents.waiting.popleft()
+        if agents.waiting:
+            self._play_with_agent(agents.waiting.popleft())
+        else:
+            agents.free += 1
 
     def _complete(self, group: _Group) -> None:
         self._end_group(group)

@@ -1,3 +1,8 @@
+"""Queues and means of the simulation."""
+
+import heapq
+
+
 class Station:
     """First come, first served."""
 
@@ -14,6 +19,22 @@ class Station:
         self._free_at = max(self._free_at, now) + seconds
         self.busy_s += seconds
         return self._free_at
+
+
+class Servers:
+    """First come, first served, by several servers."""
+
+    __slots__ = ("_free_at",)
+
+    def __init__(self, number: int) -> None:
+        self._free_at = [0.0] * number
+        """Heap."""
+
+    def serve(self, now: float, seconds: float) -> float:
+        """Return when a request that arrives now is done."""
+        done = max(self._free_at[0], now) + seconds
+        heapq.heapreplace(self._free_at, done)
+        return done
 
 
 class Average:

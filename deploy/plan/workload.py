@@ -145,6 +145,8 @@ class Measures:
     """Rest of a step: checkpoints, records."""
     refilled: float = 0.0
     """Share of groups replaced for lack of signal."""
+    env_call_s: float | None = None
+    """Of a turn's time outside of engines, in calls of its env, which `WorkerLimits` limit; None: all."""
     worker_s: float = 0.0
     """CPU of an env worker per turn."""
     buffer_s: float = 0.0

@@ -176,6 +176,23 @@ def test_cpu_of_workers_is_a_line_over_all_turns_and_no_time_of_envs():
     assert measure([*step_rows(), *rows], []).measures.worker_s == 0.0
 
 
+def test_waits_for_a_free_thread_are_no_time_of_an_envs_call():
+    """40 turns and 10 resets each second, of .06 s with waits; evaluation has 5 turns of its own."""
+    rows, groups = (
+        [replace(row, values={**row.values, "generation_s": 0.1}) for row in rollout_rows()],
+        [[timed(0, 2.0)]],
+    )
+    unlimited, free, full = (
+        measure([*step_rows(), *rows], groups, env_steps=limit).measures for limit in (None, 64, 2)
+    )
+    env_s = [each.workload.draw_group(np.random.default_rng(0), 1)[0].env_s for each in (unlimited, free, full)]
+    assert (unlimited.env_call_s, free.env_call_s) == (None, pytest.approx(0.06 * 50 / 40))
+    assert env_s[0] == env_s[1] == pytest.approx(2.0 - 2 * 0.1)
+    rate = 4 * 45 / 3.2
+    assert full.env_call_s == pytest.approx(2 / rate)
+    assert env_s[2] == pytest.approx(env_s[0] - 2 * (0.06 * 50 / 40 - 2 / rate))
+
+
 @pytest.mark.parametrize(
     ("rows", "complaint"), [(step_rows(2), "2 steps"), (step_rows(), "no finished episode"), ([], "0 steps")]
 )

@@ -8,6 +8,7 @@ from typer.testing import CliRunner, Result
 
 from offbeat.deploy.cli.app import app
 from offbeat.deploy.config.loader import read_run
+from offbeat.deploy.plan.changes import single_changes
 from offbeat.deploy.plan.machine import Machine, PartSizes, divisions
 from offbeat.deploy.plan.memory import kv_bytes_per_token
 from offbeat.deploy.plan.plan import setup_of
@@ -89,6 +90,33 @@ def test_baselines_are_waited_for_and_not_trained_on():
     setup = setup_of(config)
     assert setup.limits.group_size > config.train_env_manager.group_size
     assert setup.batch == config.rollout_batch_size
+
+
+@pytest.mark.parametrize(
+    ("keys", "most", "key"),
+    [
+        (("execution=thread",), 8, "rollout.num_threads=16"),
+        (("max_env_step_concurrent=4",), 4, "custom_envs.FrozenLake.max_env_step_concurrent=8"),
+        (("execution=thread", "use_thread_lock=true"), 1, "rollout.num_workers=2"),
+    ],
+)
+def test_what_limits_env_steps_limits_the_plan_and_is_named(keys: tuple[str, ...], most: int, key: str):
+    """Five turns of 2 s in the env."""
+    times = ("--env-latency", "2", "--turns", "5", "--turn-latency", "0.1", "--train-s", "0.5")
+    result = plan(*times, *(f"custom_envs.FrozenLake.{each}" for each in keys), "--json")
+    assert result.exit_code == 0, result.output
+    tree = json.loads(result.stdout)
+    assert tree["configured"]["estimate"]["trajectories_per_s"] == pytest.approx(most / 2 / 5, rel=0.05)
+    gains = {change["text"]: change["gain"] for change in tree["changes"]}
+    assert gains[key] > 1.7
+
+
+def test_agents_limit_the_plan_and_are_named():
+    setup = setup_of(read_run(CONFIGS / "foreign_agent.yaml"))
+    assert (setup.slots, setup.agents, setup.running) == (32, 8, 8)
+    texts = [change.text for change in single_changes(setup, measures_of(), 32)]
+    assert "custom_envs.FrozenLake.agent_runner.num_agents=16" in texts
+    assert setup_of(read_run(CONFIGS / "terminal.yaml")).env_steps == 8
 
 
 def test_a_machine_is_divided_between_engines_and_learner():

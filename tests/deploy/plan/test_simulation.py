@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from offbeat.deploy.plan.closed_forms import closed_forms, expected_lag
 from offbeat.deploy.plan.estimate import Effort, estimate
+from offbeat.deploy.plan.limits import WorkerLimits
 from offbeat.deploy.plan.outcome import Setup, SimulatedRun
 from offbeat.deploy.plan.simulation import Simulation
 from offbeat.deploy.plan.workload import Measures
@@ -149,3 +150,47 @@ def test_a_saturated_redis_and_worker_are_seen():
 def test_a_setting_in_which_nothing_can_start_is_an_error():
     with pytest.raises(ValueError, match="no group can ever start"):
         simulate(setup_with(slots=0), measures_of())
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("within", [WorkerLimits(threads=8), WorkerLimits(steps=(("A", 8), ("B", 8)))])
+def test_threads_and_limits_of_envs_limit_rollouts(num_workers: int, within: WorkerLimits):
+    """Steps of 0.5 s in 8 threads of a worker, or 16 of the run; 64 slots."""
+    setup = replace(setup_with(max_staleness=20.0), num_workers=num_workers, within=within)
+    measures = measures_of(env_s="0.5", turn_s="0.01", train_s=0.01)
+    closed = closed_forms(setup, measures)
+    at_once = 8 * num_workers if within.threads else 16
+    assert closed.rollout_step_s == closed.env_step_s == pytest.approx(16 * 4 * 0.5 / at_once)
+    assert simulate(setup, measures, steps=200, warm_up=40).step_s == pytest.approx(closed.env_step_s, rel=0.03)
+
+
+def test_a_call_of_an_env_holds_its_thread_and_no_other_time_does():
+    """Of 0.5 s outside of engines, 0.1 s in one thread: 10 turns a second."""
+    setup = replace(setup_with(max_staleness=20.0), within=WorkerLimits(threads=1))
+    measures = measures_of(env_s="0.5", turn_s="0.01", train_s=0.01, env_call_s=0.1)
+    assert simulate(setup, measures, steps=200, warm_up=40).step_s == pytest.approx(16 * 4 * 0.1, rel=0.03)
+
+
+@pytest.mark.parametrize("turn_s", ["0", "1:0.01,64:0.02"])
+def test_agents_limit_rollouts_while_their_slots_are_held(turn_s: str):
+    setup = replace(setup_with(max_staleness=20.0), num_workers=2, within=WorkerLimits(agents=(("A", 4),)))
+    outcome = simulate(setup, measures_of(turn_s=turn_s, train_s=0.01), steps=200, warm_up=40)
+    episode_s = 1.0 if turn_s == "0" else outcome.episode_s
+    assert outcome.episode_s == pytest.approx(1.0, rel=0.1)
+    assert outcome.step_s == pytest.approx(16 * episode_s / 8, rel=0.03)
+    assert outcome.slots_empty < 0.01
+
+
+def test_agents_of_cancelled_episodes_are_freed():
+    setup = setup_with(max_staleness=20.0, redundancy=1, slots=80)
+    limited = replace(setup, within=WorkerLimits(agents=(("A", 5),)))
+    measures = measures_of(env_s=LONG, train_s=0.01)
+    outcome = simulate(limited, measures, steps=200, warm_up=40)
+    assert outcome.cancelled > 0
+    assert outcome.step_s < 16 * 5 / 4 * 1.3 / 5
+
+
+def test_limits_beyond_the_slots_change_nothing():
+    setup, measures = setup_with(), measures_of(env_s=LONG)
+    within = WorkerLimits(threads=64, steps=(("A", 64),), agents=(("A", 70),))
+    assert simulate(setup, measures) == simulate(replace(setup, within=within), measures)
