@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import ClassVar, Literal, cast
 
-import numpy as np
 from pydantic import field_validator
 
 from offbeat.envs.dataset.env import (
@@ -16,6 +15,7 @@ from offbeat.envs.dataset.env import (
     last_group,
 )
 from offbeat.envs.dataset.rows import Row
+from offbeat.envs.dataset.text_tables import spellings
 from offbeat.envs.parsing import WHOLE_PATTERN, compile_pattern
 
 ARTICLES = ("a", "an", "the")
@@ -64,11 +64,6 @@ def f1(prediction: str, gold: str) -> float:
         return float(a == b)
     same = sum((Counter(a) & Counter(b)).values())
     return 2 * same / (len(a) + len(b))
-
-
-def spellings(value: object) -> list[str]:
-    """Return the texts of a row's value: a float also as `5` for 5.0 and `0.00001` for 1e-05."""
-    return [str(value), np.format_float_positional(value, trim="-")] if isinstance(value, float) else [str(value)]
 
 
 def _texts(answer: object) -> list[str]:

@@ -3,12 +3,13 @@
 Invariant: no downloads; rows are memory-mapped once per process and state of their file.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
 
+from offbeat.envs.dataset.text_tables import read_csv, read_json
 from offbeat.envs.optional_imports import require
 
 READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
@@ -39,7 +40,7 @@ class Rows:
 
 def load_rows(path: Path, question_key: str, answer_key: str, split: str) -> Rows:
     """Load a split: `train`, `held_out` or `any`, once per state of its file; raises ValueError for an unreadable file,
-    missing column or no rows."""
+    missing column, row without question or answer, or no rows."""
     state = path.stat() if path.exists() else None
     stamp = (state.st_mtime_ns, state.st_size) if state else None
     return _load_rows(path, question_key, answer_key, split, stamp)
@@ -48,10 +49,12 @@ def load_rows(path: Path, question_key: str, answer_key: str, split: str) -> Row
 @lru_cache(maxsize=8)
 def _load_rows(path: Path, question_key: str, answer_key: str, split: str, stamp: tuple[int, int] | None) -> Rows:
     del stamp
-    table = read_table(path)
+    table = read_table(path, exact=(question_key, answer_key))
     for key, column in (("question_key", question_key), ("answer_key", answer_key)):
         if column not in table.column_names:
             raise ValueError(f"{key}: {path} has no column {column!r}; it has {', '.join(table.column_names)}")
+        if (missing := next((i for i, value in enumerate(table[column]) if value is None), None)) is not None:
+            raise ValueError(f"{path} row {missing + 1}: {column!r} is missing: add it or remove the row")
     if split == "any":
         return Rows(path, table)
     is_held_out = split == "held_out"
@@ -61,10 +64,13 @@ def _load_rows(path: Path, question_key: str, answer_key: str, split: str, stamp
     return Rows(path, table, indices)
 
 
-def read_table(path: Path, key: str = "dataset_name") -> Any:
-    """Load a `datasets.Dataset`, with images as stored; raises ValueError, with the setting's key, if unreadable."""
+def read_table(path: Path, key: str = "dataset_name", exact: Collection[str] = ()) -> Any:
+    """Load a `datasets.Dataset`, with images as stored; raises ValueError, with the setting's key, if unreadable.
+
+    exact: columns whose texts in a .csv file are compared with answers.
+    """
     datasets = require("datasets", "data")
-    table = _load_table(datasets, path, key)
+    table = _load_table(datasets, path, key, exact)
     _leave_images_encoded(datasets, table.info.features)
     return table
 
@@ -84,7 +90,7 @@ def _leave_images_encoded(datasets: Any, feature: Any) -> None:
                 _leave_images_encoded(datasets, each)
 
 
-def _load_table(datasets: Any, path: Path, key: str) -> Any:
+def _load_table(datasets: Any, path: Path, key: str, exact: Collection[str]) -> Any:
     if path.is_dir():
         try:
             dataset = datasets.load_from_disk(str(path))
@@ -102,6 +108,10 @@ def _load_table(datasets: Any, path: Path, key: str) -> Any:
         raise ValueError(f"{key}: {path.name} is none of {', '.join(READERS)}, nor a folder saved by datasets")
     datasets.disable_progress_bars()
     try:
+        if reader == "csv":
+            return read_csv(datasets, path, exact)
+        if reader == "json":
+            return read_json(datasets, path)
         return datasets.load_dataset(reader, data_files=str(path), split="train")
     except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
         raise ValueError(f"{path} can't be read: {' '.join(str(error.__cause__ or error).split())}") from error

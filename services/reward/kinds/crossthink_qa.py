@@ -3,7 +3,8 @@ from collections.abc import Sequence
 from typing import cast
 
 from offbeat.envs.dataset.final_answer import last_boxed
-from offbeat.envs.dataset.qa import normalize, spellings
+from offbeat.envs.dataset.qa import normalize
+from offbeat.envs.dataset.text_tables import spellings
 from offbeat.services.reward.function import require_truth
 from offbeat.services.reward.kinds.config import CrossThinkQAConfig
 from offbeat.services.reward.kinds.multiple_choice import read_letter

@@ -202,6 +202,55 @@ def test_parquet_csv_and_saved_folders_are_read(tmp_path: Path):
         make("qa", dataset_name=str(tmp_path / "splits"))
 
 
+@pytest.mark.parametrize(
+    ("answers", "answer"),
+    [
+        (["2023-01-05", "2021-02-07"], "2021-02-07"),
+        ([["2023-01-05"], ["2021-02-07"]], "2021-02-07"),
+        (["2023-01-05T10:00:00Z", "2021-02-07T10:00:00Z"], "2021-02-07T10:00:00Z"),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_dates_of_json_files_stay_texts(answers: list[Any], answer: str, suffix: str, tmp_path: Path):
+    rows = [{"question": str(i), "answer": each, "more": {"year": 2000 + i}} for i, each in enumerate(answers)]
+    path = tmp_path / f"dates{suffix}"
+    path.write_text(json.dumps(rows, indent=1) if suffix == ".json" else "\n".join(map(json.dumps, rows)))
+    env = make("qa", dataset_name=str(path), split="any")
+    rewards = {env.reset(seed=seed)[0]: judged(env, answer)[0] for seed in range(20)}
+    assert rewards == {"0": 0.0, "1": 1.0}
+    assert env.row["more"]["year"] >= 2000
+
+
+@pytest.mark.parametrize(
+    ("cells", "answer", "others"),
+    [
+        (["02108", "2109"], "02108", ["2108"]),
+        (["NA", "NA"], "NA", ["None", ""]),
+        (["None", "None"], "None", ["", "NA"]),
+        (["NA", "12"], "NA", ["None"]),
+        (["1.10", "1.2"], "1.10", ["1.1"]),
+        (["5.0", "2.5"], "5", []),
+        (["true", "false"], "true", []),
+    ],
+)
+def test_cells_of_csv_files_are_compared_as_written(cells: list[str], answer: str, others: list[str], tmp_path: Path):
+    path = tmp_path / "cells.csv"
+    path.write_text("question,answer,n\n" + "".join(f"{i},{cell},{i}\n" for i, cell in enumerate(cells)))
+    env = make("qa", dataset_name=str(path), split="any")
+    while env.reset()[0] != "0":
+        pass
+    assert env.row["n"] == 0
+    assert judged(env, answer)[0] == 1.0
+    assert [judged(env, other)[0] for other in others] == [0.0] * len(others)
+
+
+@pytest.mark.parametrize("key", ["question", "answer"])
+def test_a_row_without_question_or_answer_is_named(key: str, tmp_path: Path):
+    rows = [{"question": "a", "answer": "b"}, {"question": "c", "answer": "d"} | {key: None}]
+    with pytest.raises(ValueError, match=rf"rows.jsonl row 2: '{key}' is missing"):
+        make("math", dataset_name=write(tmp_path / "rows.jsonl", rows), split="any")
+
+
 def test_unreadable_data_is_reported_with_a_correction(sums: str, tmp_path: Path):
     broken = tmp_path / "broken.jsonl"
     broken.write_text("{nope")
