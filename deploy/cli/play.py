@@ -208,16 +208,25 @@ def rollout(
         if agent is not None:
             agent, overrides = _split_policy_path(agent, overrides or [])
         loaded = load_config(config, overrides)
+        if per == "pair" and (tag := _longest_stepwise(loaded)):
+            _exit_usage(f"--per pair: {tag} has a context per turn, so episodes are no conversations: use --per answer")
         order = EpisodeRequest(episodes, group_size, kind, loaded.seed if seed is None else seed, concurrency)
         _rollout(loaded, order, agent, temperature, out, per)
     except _user_errors() as error:
         _exit_usage(_error_text(error))
 
 
+def _longest_stepwise(config: Any) -> str | None:
+    """Return a tag whose episodes have several contexts of one turn, if any."""
+    from offbeat.deploy.play.conversations import stepwise_tags
+
+    return next((tag for tag in sorted(stepwise_tags(config)) if config.custom_envs[tag].max_steps > 1), None)
+
+
 def _rollout(config: Any, order: Any, agent: str | None, temperature: float | None, out: Path, per: Any) -> None:
     from rich.progress import Progress
 
-    from offbeat.deploy.play.conversations import write_conversations
+    from offbeat.deploy.play.conversations import stepwise_tags, write_conversations
     from offbeat.deploy.play.parquet import decode_episode, write_parquet
     from offbeat.deploy.play.session import collect, find_policy
     from offbeat.services.messages.types import EpisodeKind
@@ -237,10 +246,13 @@ def _rollout(config: Any, order: Any, agent: str | None, temperature: float | No
         rollouts = asyncio.run(collect(config, order, agent, show))
     played, chat = rollouts.result, rollouts.chat
     if out.suffix == ".jsonl":
-        num_rows = write_conversations(out, played.trajectories, per)
+        num_rows = write_conversations(out, played.trajectories, per, stepwise_tags(config))
         typer.echo(f"{num_rows} rows")
     else:
         write_parquet(out, [decode_episode(trajectory, chat) for trajectory in played.trajectories])
+        stepwise = stepwise_tags(config)
+        for tag in sorted({t.tag for t in played.trajectories if t.seats or (t.tag in stepwise and len(t.turns) > 1)}):
+            typer.echo(f"`messages` of {tag} are turns of several contexts in a row: for training data write a .jsonl")
     _print_summary(played, order)
     typer.echo(f"wrote {out}" + (f": offbeat inspect {out}" if out.suffix == ".parquet" else ""))
 

@@ -33,7 +33,7 @@ class RecordedTokens:
     """Last position of each completion."""
     turn_rewards: list[float]
     messages: Messages
-    """As in TRL's conversational format."""
+    """As in TRL's conversational format; step-wise, or of several seats, all turns in a row, which is no context."""
     images: list[bytes]
     image_starts: list[int]
     """First position of each image."""

@@ -1,5 +1,7 @@
 """Files of `offbeat rollout` are data sets for `datasets` and TRL."""
 
+import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,68 @@ def test_a_pair_is_a_groups_best_episode_against_its_worst(folder: Path, tmp_pat
         assert is_conversational(row)
         filled = maybe_apply_chat_template(maybe_extract_prompt(dict(row)), tokenizer)
         assert filled["chosen"] != filled["rejected"]
+
+
+SELF_PLAY = "{env_type: pettingzoo, max_steps: 9, max_tokens_per_step: 8, env_config: {id: classic/tictactoe-v3}}"
+STEPWISE = (
+    "{env_type: frozen_lake, max_steps: 3, max_tokens_per_step: 8, env_manager_cls: StepEnvManager, history_length: 1, "
+    "agent_template: '{history} now {observation}'}"
+)
+
+
+def collect(tmp_path: Path, env: str, *options: str, suffix: str = ".jsonl") -> list[dict[str, Any]]:
+    run, out = tmp_path / "run.yaml", tmp_path / f"out{suffix}"
+    run.write_text(
+        f"exp_name: own\noutput_dir: {tmp_path / 'runs'}\ncustom_envs: {{G: {env}}}\n"
+        "train_env_manager: {num_env_groups: 4, group_size: 2}\nrollout_batch_size: 8\nmax_steps: 10\n"
+    )
+    command = ["rollout", str(run), "--agent", "random", "--episodes", "8", "--out", str(out), *options]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert ("for training data write a .jsonl" in done.output) == (suffix == ".parquet")
+    return [json.loads(line) for line in out.read_text().splitlines()] if suffix == ".jsonl" else []
+
+
+def test_a_game_against_itself_is_a_conversation_per_seat(tmp_path: Path):
+    pytest.importorskip("pettingzoo")
+    rows = collect(tmp_path, SELF_PLAY)
+    assert [row["seat"] for row in rows] == ["player_1", "player_2"] * 8
+    for row in rows:
+        shown = [each["content"] for each in row["messages"] if each["role"] == "user"]
+        assert all(text.startswith(row["seat"]) for text in shown)
+    for first, second in zip(rows[::2], rows[1::2], strict=True):
+        assert first["reward"] + second["reward"] == 0.0
+        assert first["success"] == (first["reward"] == 1.0)
+    assert {row["reward"] for row in rows} >= {1.0, -1.0}
+    answers = collect(tmp_path, SELF_PLAY, "--per", "answer")
+    for row in answers:
+        assert all(each["content"].startswith(row["seat"]) for each in row["prompt"] if each["role"] == "user")
+        assert len(row["prompt"]) == 2 * row["turn"] + 2
+    pairs = collect(tmp_path, SELF_PLAY, "--per", "pair", "--group-size", "8")
+    assert {row["seat"] for row in pairs} >= {"player_1"}
+    for row in pairs:
+        assert row["chosen"][:2] == row["rejected"][:2]
+        assert row["chosen_reward"] > row["rejected_reward"]
+    collect(tmp_path, SELF_PLAY, suffix=".parquet")
+
+
+def test_a_step_wise_prompt_is_that_of_its_turn(tmp_path: Path):
+    rows = collect(tmp_path, STEPWISE, "--per", "answer")
+    assert {row["turn"] for row in rows} == {0, 1, 2}
+    for row, following in pairwise(rows):
+        assert [each["role"] for each in row["prompt"]] == ["system", "user"]
+        if following["turn"] == row["turn"] + 1:
+            now = row["prompt"][1]["content"].partition(" now ")[2]
+            assert following["prompt"][1]["content"].startswith(f"{now}\n{row['completion'][0]['content']} now ")
+    episodes = collect(tmp_path, STEPWISE)
+    assert [(row["messages"], row["turn"]) for row in episodes] == [
+        (row["prompt"] + row["completion"], row["turn"]) for row in rows
+    ]
+    collect(tmp_path, STEPWISE, suffix=".parquet")
+    command = ["rollout", str(tmp_path / "run.yaml"), "--agent", "random", "--out", str(tmp_path / "p.jsonl")]
+    done = CliRunner().invoke(app, [*command, "--per", "pair", "--episodes", "8", "--group-size", "4"])
+    assert done.exit_code == 2
+    assert "G has a context per turn" in done.output
 
 
 def test_rewards_decide_a_pair_and_equal_ones_make_none():
