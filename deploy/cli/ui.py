@@ -21,7 +21,7 @@ def ui(
     import uvicorn
 
     from offbeat.deploy.console.folder_run import find_folders, live_url
-    from offbeat.deploy.console.server import create_folder_api
+    from offbeat.deploy.console.server import FolderRuns, create_folder_api
     from offbeat.services.process import free_port
 
     root = folder or RUNS
@@ -32,6 +32,12 @@ def ui(
     if len(folders) == 1 and (url := live_url(folders[0])):
         typer.echo(f"The run is active: {url}/ui")
         return
+    runs = FolderRuns(root)
+    readable = runs.refresh()
+    for name, reason in runs.unreadable.items():
+        typer.echo(f"offbeat: run {name} is left out: {reason}", err=True)
+    if not readable:
+        raise typer.Exit(EXIT_CONFIG)
     port = port or free_port()
-    typer.echo(f"{len(folders)} run(s) at http://{HOST}:{port}/ui (Ctrl-C ends)")
-    uvicorn.run(create_folder_api(root), host=HOST, port=port, log_level="warning")
+    typer.echo(f"{len(readable)} run(s) at http://{HOST}:{port}/ui (Ctrl-C ends)")
+    uvicorn.run(create_folder_api(runs), host=HOST, port=port, log_level="warning")

@@ -14,7 +14,7 @@ from offbeat.services.control.console.routes import RunId, archive_routes
 from offbeat.services.control.http_errors import answer_errors, refusals
 from offbeat.services.control.rights import NO_TOKENS
 from offbeat.services.control.run import UnknownRunError
-from offbeat.services.control.schemas import RunsView, RunView
+from offbeat.services.control.schemas import RunsView, RunView, UnreadableView
 
 
 class FolderRuns:
@@ -23,20 +23,26 @@ class FolderRuns:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._archives: dict[Path, FolderArchive] = {}
+        self.unreadable: dict[str, str] = {}
+        """By the folder's name: why its run can't be read."""
 
     def refresh(self) -> dict[str, FolderArchive]:
         runs: dict[str, FolderArchive] = {}
+        unreadable: dict[str, str] = {}
         for folder in find_folders(self._root):
             archive = self._archives.setdefault(folder, FolderArchive(folder))
             try:
                 runs.setdefault(archive.run_config.exp_name, archive)
-            except NotRecordedError:
-                continue
+            except NotRecordedError as error:
+                unreadable[folder.name] = str(error)
+        self.unreadable = unreadable
         return runs
 
     async def archive(self, run_id: str) -> FolderArchive:
-        """Raises `UnknownRunError`."""
+        """Raises `UnknownRunError`, `NotRecordedError`."""
         runs = await asyncio.to_thread(self.refresh)
+        if run_id in self.unreadable.keys() - runs.keys():
+            raise NotRecordedError(self.unreadable[run_id])
         if run_id not in runs:
             raise UnknownRunError(f"there is no run {run_id!r} in {self._root}: {', '.join(runs) or 'none at all'}")
         return runs[run_id]
@@ -49,9 +55,9 @@ class FolderRuns:
         return [await asyncio.to_thread(view_folder, archive) for archive in runs.values()]
 
 
-def create_folder_api(root: Path) -> FastAPI:
+def create_folder_api(runs: FolderRuns) -> FastAPI:
     """Build the API, for local programs."""
-    api, runs = FastAPI(title="Offbeat", version="1"), FolderRuns(root)
+    api = FastAPI(title="Offbeat", version="1")
 
     async def open_archive(run_id: str) -> RunArchive:
         return await runs.archive(run_id)
@@ -59,7 +65,9 @@ def create_folder_api(root: Path) -> FastAPI:
     @api.get("/runs", responses=refusals())
     async def list_runs() -> RunsView:
         """List the folders' runs, newest first."""
-        return RunsView(runs=await runs.views())
+        views = await runs.views()
+        unreadable = [UnreadableView(id=name, reason=reason) for name, reason in runs.unreadable.items()]
+        return RunsView(runs=views, unreadable=unreadable)
 
     @api.get("/runs/{run_id}", responses=refusals(404, 422))
     async def show_run(run_id: RunId) -> RunView:

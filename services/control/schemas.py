@@ -202,7 +202,7 @@ class RunView(View):
 
 
 class UnreadableView(View):
-    """Run recorded by another version; `DELETE` removes it."""
+    """Run that can't be read, as it was recorded by another version; `DELETE` removes it from a mesh."""
 
     id: str
     reason: str

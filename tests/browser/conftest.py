@@ -14,7 +14,7 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
 from offbeat.benchmarks.console.page import find_chromium
-from offbeat.deploy.console.server import create_folder_api
+from offbeat.deploy.console.server import FolderRuns, create_folder_api
 from offbeat.services.control.api import create_api
 from offbeat.services.control.rights import NO_TOKENS, Tokens
 from offbeat.services.control.run import RunState
@@ -59,7 +59,7 @@ def serving(api: FastAPI) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def folder_url(runs: Path) -> Iterator[str]:
-    with serving(create_folder_api(runs)) as url:
+    with serving(create_folder_api(FolderRuns(runs))) as url:
         yield url
 
 

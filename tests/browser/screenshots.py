@@ -12,7 +12,7 @@ import httpx
 from PIL import Image
 
 from offbeat.benchmarks.console.page import VIEWPORT, chromium
-from offbeat.deploy.console.server import create_folder_api
+from offbeat.deploy.console.server import FolderRuns, create_folder_api
 from tests.browser.conftest import serving
 from tests.paths import ROOT
 
@@ -25,7 +25,7 @@ FRAMES_MS = 60_000
 def main() -> None:
     folder = Path(sys.argv[1])
     endpoints = folder / "endpoints.json"
-    with serving(create_folder_api(folder)) as url, chromium() as browser:
+    with serving(create_folder_api(FolderRuns(folder))) as url, chromium() as browser:
         assert browser is not None, "`make browser` installs one"
         page = browser.new_context(viewport=VIEWPORT, locale="en-US").new_page()
         run = httpx.get(f"{url}/runs").raise_for_status().json()["runs"][0]["id"]

@@ -9,8 +9,8 @@ import pytest
 from redis import Redis
 
 from offbeat.services.control.rights import Tokens
-from offbeat.services.control.sessions import COOKIE
 from offbeat.services.control.run import RunState
+from offbeat.services.control.sessions import COOKIE
 from offbeat.services.keys import RunKeys
 from offbeat.trainer.trackers.metrics_file import METRICS_FILE
 from tests.browser.conftest import find_violations, sync_api

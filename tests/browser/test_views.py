@@ -2,7 +2,9 @@
 
 import json
 import re
+import shutil
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -223,6 +225,31 @@ def test_a_column_of_lags_leads_to_the_step_that_it_begins_at(folder_url: str, p
     canvas.click(position=position)
     page.get_by_label("Step", exact=True).wait_for()
     assert page.get_by_label("Step", exact=True).input_value() == "27"
+
+
+def test_a_run_that_is_not_there_is_said_with_those_that_are(folder_url: str, page: Any) -> None:
+    page.goto(f"{folder_url}/ui/#/groups/sea")
+    page.get_by_role("alert").filter(has_text="there is no run 'sea'").wait_for()
+    assert page.locator("#run").input_value() == ""
+    assert page.locator("main a").all_inner_texts() == ["pond", "lake"]
+    page.get_by_role("link", name="pond").click()
+    page.get_by_text("1 to 10 of 10").wait_for()
+    assert page.url.endswith("#/groups/pond")
+    page.problems.clear()  # Chromium reports the 404 itself
+
+
+def test_a_run_that_cannot_be_read_is_said(folder_url: str, runs: Path, page: Any) -> None:
+    broken = runs / "broken"
+    broken.mkdir()
+    (broken / "config.yaml").write_text("exp_name: [")
+    try:
+        page.goto(f"{folder_url}/ui/#/mesh/lake")
+        page.locator("#run").select_option("broken (unreadable)")
+        page.get_by_role("alert").filter(has_text="config.yaml can't be read").wait_for()
+        assert find_violations(page) == []
+    finally:
+        shutil.rmtree(broken)
+    page.problems.clear()  # Chromium reports the 404 itself
 
 
 def test_a_group_that_is_not_there_is_said_in_words(folder_url: str, page: Any) -> None:

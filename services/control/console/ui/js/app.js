@@ -75,9 +75,10 @@ async function render() {
     if (session.access === "none") return void fill(loginForm());
     const { view, run: wanted, params } = readAddress();
     prefetch(wanted ? VIEWS[view].reads?.(wanted, params) ?? [] : []);
-    const { runs } = await get("/runs?limit=200");
+    const { runs, unreadable } = await get("/runs?limit=200");
+    const missing = await find(wanted, runs);
     if (mine !== turn) return;
-    const run = runs.some((/** @type {any} */ each) => each.id === wanted) ? wanted : (runs[0]?.id ?? "");
+    const run = missing ? "" : wanted || (runs[0]?.id ?? "");
     const isFolder = session.access === "read" && !session.needs_token;
     /** @type {Context} */
     const context = {
@@ -85,7 +86,9 @@ async function render() {
       link: (to, more = {}, of = run) => address(of, to, more),
       go: (to, more = {}, of = run) => void (location.hash = address(of, to, more)),
     };
-    showFrame(context, view);
+    showFrame(context, view, unreadable);
+    if (missing) return void fill(h("div", {}, problem(missing), h("p", {}, runs.length ? "Runs: " : "There is no run.",
+      runs.map((/** @type {any} */ each) => [h("a", { href: address(each.id, view, {}) }, each.id), " "]).flat())));
     if (!run && view !== "acts") {
       return void fill(h("p", {}, "There is no run yet. ", h("a", { href: context.link("acts") }, "Start one")));
     }
@@ -101,16 +104,28 @@ async function render() {
   }
 }
 
+/**
+ * Read a run that the list lacks, as it is older, into it; return why there is none.
+ * @param {string} wanted
+ * @param {any[]} runs
+ */
+async function find(wanted, runs) {
+  if (!wanted || runs.some((each) => each.id === wanted)) return null;
+  return get(`/runs/${encodeURIComponent(wanted)}`).then((run) => { runs.push(run); return null; }, (error) => error);
+}
+
 /** @param {unknown} error */
 function problem(error) {
   const text = error instanceof Refusal || error instanceof Error ? error.message : String(error);
   return h("p", { class: "bad", role: "alert" }, text);
 }
 
-/** @param {Context} context @param {string} view */
-function showFrame(context, view) {
+/** @param {Context} context @param {string} view @param {{id: string, reason: string}[]} unreadable */
+function showFrame(context, view, unreadable) {
   const select = byId("run");
-  select.replaceChildren(...context.runs.map((run) => h("option", { value: run.id, selected: run.id === context.run }, run.id)));
+  select.replaceChildren(...context.runs.map(({ id }) => h("option", { value: id }, id)),
+    ...unreadable.map(({ id, reason }) => h("option", { value: id, title: reason }, `${id} (unreadable)`)));
+  select.value = context.run;  // none, if there is no such run
   select.onchange = () => context.go(view === "trajectory" ? "groups" : view, {}, select.value);
   const current = view === "trajectory" ? "groups" : view;
   byId("views").replaceChildren(...SHOWN.map((name) =>
