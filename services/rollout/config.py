@@ -33,6 +33,8 @@ class AgentRunner(Config):
     """Concurrent agents of the tag per worker."""
     timeout_s: float = Field(default=300.0, gt=0)
     """Time of an episode, s; then agent and children are killed and the episode fails."""
+    cancel_grace_s: float = Field(default=2.0, ge=0)
+    """Time of an `async` function to end after its timeout or cancellation, s; then its process is killed."""
     max_calls: int = Field(default=1024, ge=1)
     """Maximum completions per episode."""
     tool_call_parser: str | None = None
@@ -44,8 +46,12 @@ class AgentRunner(Config):
             raise ValueError("name the agent by `path` (module:function) or by `command`, one of both")
         if self.path and ":" not in self.path:
             raise ValueError(f"path {self.path!r} must be `module:function`")
-        if self.command and (self.python or self.episodes_per_process > 1):
-            raise ValueError("python and episodes_per_process are for `path`; a command is a process per episode")
+        of_path = {"python", "episodes_per_process", "cancel_grace_s"} & self.model_fields_set
+        if self.command and any(getattr(self, key) != type(self).model_fields[key].default for key in of_path):
+            raise ValueError(
+                "python, episodes_per_process and cancel_grace_s are for `path`; a command is a process per episode, "
+                "killed at once"
+            )
         return self
 
 

@@ -55,7 +55,7 @@ class AgentPool:
         free = [process for process in self._processes[tag] if process.is_free]
         if free:
             return max(free, key=lambda process: process.num_episodes)
-        process = AgentProcess(runner.python, runner.episodes_per_process)
+        process = AgentProcess(runner.python, runner.episodes_per_process, runner.cancel_grace_s)
         self._processes[tag].append(process)
         return process
 

@@ -21,8 +21,6 @@ from offbeat.services.errors import EpisodeError
 from offbeat.services.rollout.child_process import MAX_MESSAGE_BYTES, forward_output
 
 RUNNER = Path(__file__).with_name("runner.py")
-CANCEL_GRACE_S = 2.0
-"""Time for a cancelled coroutine to end in a shared process."""
 LAST_OUTPUT_S = 1.0
 """Time to log an ended process's output."""
 REASONS = {"error": "agent_error", "result": "agent_result", "cancelled": "agent_timeout"}
@@ -52,12 +50,13 @@ def _holds_offbeat(path: str) -> bool:
 class AgentProcess:
     """Process started by the first episode.
 
-    capacity: concurrent episodes.
+    capacity: concurrent episodes. cancel_grace_s: for a cancelled coroutine to end.
     """
 
-    def __init__(self, python: str = "", capacity: int = 1) -> None:
+    def __init__(self, python: str = "", capacity: int = 1, cancel_grace_s: float = 2.0) -> None:
         self._python = python
         self._capacity = capacity
+        self._cancel_grace_s = cancel_grace_s
         self._starting = asyncio.Lock()
         self._child: asyncio.subprocess.Process | None = None
         self._chores: list[asyncio.Task[None]] = []
@@ -65,6 +64,8 @@ class AgentProcess:
         self._ids = itertools.count()
         self.num_episodes = 0
         self.healthy = True
+        self.can_cancel = False
+        """True once the agent is known to be a coroutine function."""
 
     @property
     def is_free(self) -> bool:
@@ -166,6 +167,9 @@ class AgentProcess:
         try:
             while line := await child.stdout.readline():
                 answer = json.loads(line)
+                if "can_cancel" in answer:
+                    self.can_cancel = True
+                    continue
                 waiting = self._answers.get(answer["id"])
                 if waiting is not None and not waiting.done():
                     waiting.set_result(cast(dict[str, Any], answer))
@@ -179,13 +183,15 @@ class AgentProcess:
         await self.kill(why)
 
     async def _cancel(self, number: int) -> None:
-        """Cancel an episode; kill a process without others, or stuck."""
+        """Cancel a coroutine; kill a process of a plain function, without others, or stuck."""
         child, answer = self._child, self._answers.get(number)
-        if self._capacity > 1 and child is not None and answer is not None and self.healthy:
+        can_cancel = self.can_cancel or self._capacity > 1
+        if can_cancel and child is not None and answer is not None and self.healthy:
             self._answers[number] = ended = asyncio.get_running_loop().create_future()
             with suppress(TimeoutError, OSError, EpisodeError):
-                async with asyncio.timeout(CANCEL_GRACE_S):
+                async with asyncio.timeout(self._cancel_grace_s):
                     await self._send(child, {"cancel": number})
                     await ended
-                    return
+                    if self._capacity > 1:
+                        return
         await self.kill()

@@ -1,7 +1,8 @@
 """Process of Python agents, run as a script by Python 3.10 or later, without Offbeat.
 
 JSON lines: `{"id", "path", "task"}` or `{"cancel": id}`; answers `{"id", "result"}` or `{"id", "error", "kind",
-"trace", "children"}`. Invariants: the agent's stdout is stderr; the process ends with its parent and all descendants.
+"trace", "children"}`, and `{"can_cancel": true}` before the first coroutine. Invariants: the agent's stdout is stderr;
+the process ends with its parent and all descendants.
 """
 
 import asyncio
@@ -81,6 +82,7 @@ class AgentServer:
             try:
                 function = self._find(request["path"])
                 if is_coroutine(function):
+                    self._send({"can_cancel": True})
                     asyncio.run(self._serve_all(requests, request))
                 if request["shared"]:
                     raise ValueError("agent_runner.episodes_per_process above 1 needs a coroutine function (async def)")

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from offbeat.deploy.config.checks.agents import check_agent
 from offbeat.services.errors import EpisodeError
 from offbeat.services.rollout.agents.pool import AgentOutcome, AgentPool
+from offbeat.services.rollout.agents.process import AgentProcess
 from offbeat.services.rollout.agents.task import AgentTask
 from offbeat.services.rollout.config import AgentRunner
 from tests.waiting import wait_until
@@ -63,6 +64,22 @@ def returns_no_json(task):
 
 def hangs(task):
     time.sleep(1000)
+
+async def cleans_up(task):
+    try:
+        await asyncio.sleep(1000)
+    finally:
+        await asyncio.sleep(0.1)
+        with open(os.environ["OFFBEAT_TEST_MARKER"], "w") as marker:
+            marker.write("cleaned up")
+
+async def starts(task):
+    with open(os.environ["OFFBEAT_TEST_MARKER"], "w") as marker:
+        marker.write(str(os.getpid()))
+    try:
+        await asyncio.sleep(1000)
+    finally:
+        time.sleep(1000)
 
 async def waits(task):
     global inside, most
@@ -179,14 +196,44 @@ async def test_a_coroutine_that_blocks_its_process_ends_with_it(agents: Agents):
     assert (await agents.run("reports")).metrics["calls"] == 1.0
 
 
+@pytest.mark.parametrize("ends", ["timeout", "cancelled"])
+async def test_a_coroutine_alone_in_its_process_cleans_up_before_it_is_killed(
+    agents: Agents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+):
+    marker = tmp_path / "marker"
+    monkeypatch.setenv("OFFBEAT_TEST_MARKER", str(marker))
+    before = children()
+    if ends == "timeout":
+        assert (await agents.fail("cleans_up", timeout_s=2.0)).reason == "agent_timeout"
+    else:
+        running = asyncio.create_task(agents.run("cleans_up"))
+        (process,) = await wait_for_processes(agents)
+        await wait_until(lambda: process.can_cancel)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    assert marker.read_text() == "cleaned up"
+    assert children() <= before
+
+
+async def test_a_coroutine_that_does_not_clean_up_in_time_is_killed(
+    agents: Agents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    marker = tmp_path / "marker"
+    monkeypatch.setenv("OFFBEAT_TEST_MARKER", str(marker))
+    error = await agents.fail("starts", timeout_s=2.0, cancel_grace_s=0.2)
+    assert error.reason == "agent_timeout"
+    assert not is_alive(int(marker.read_text()))
+
+
 async def test_a_plain_function_can_not_share_a_process(agents: Agents):
     error = await agents.fail("reports", episodes_per_process=2)
     assert "needs a coroutine function" in str(error)
 
 
-async def test_a_cancelled_episode_leaves_no_process(agents: Agents):
+async def test_a_cancelled_episode_of_a_plain_function_leaves_no_process(agents: Agents):
     before = children()
-    running = asyncio.create_task(agents.run("hangs"))
+    running = asyncio.create_task(agents.run("hangs", cancel_grace_s=1000.0))
     await wait_until(lambda: bool(children() - before))
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -207,8 +254,9 @@ def test_an_interpreter_is_checked_before_the_start(other_python: str):
     assert "has no module 'nothing'" in problems(path="nothing:at_all")["python"]
     assert "can't find module 'nothing.here'" in problems(path="nothing.here:at_all")["python"]
     assert problems(python="", episodes_per_process=2).keys() == {"episodes_per_process"}
-    with pytest.raises(ValidationError, match="a command is a process per episode"):
-        AgentRunner(command=("x",), python=other_python)
+    for only_of_path in ({"python": other_python}, {"cancel_grace_s": 5.0}):
+        with pytest.raises(ValidationError, match="a command is a process per episode"):
+            AgentRunner(command=("x",), **only_of_path)
 
 
 @pytest.mark.parametrize("version", ["3.10", "3.13"])
@@ -225,6 +273,12 @@ async def test_the_runner_works_in_other_versions_of_python(version: str):
         assert len({outcome.metrics["pid"] for outcome in await asyncio.gather(*episodes)}) == 1
     finally:
         await other.pool.close()
+
+
+async def wait_for_processes(agents: Agents) -> list[AgentProcess]:
+    processes = agents.pool._processes["Tag"]
+    await wait_until(lambda: bool(processes))
+    return processes
 
 
 def children() -> set[int]:
