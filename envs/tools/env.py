@@ -1,5 +1,6 @@
 """Tool wrapper for any env, which never sees a call; rewards and end are unchanged."""
 
+from collections import Counter
 from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any, ClassVar, Literal, cast
@@ -26,11 +27,11 @@ class ToolEnvConfig(Config):
     function_calling: Literal["prompt", "template"] = "prompt"
     """Tools in the prompt by `instruction` and `pattern`, or as functions in the chat template's format."""
     max_tool_uses: int = Field(default=10, ge=1)
-    """Calls per episode; later ones are refused."""
+    """Calls per episode, of a seat; later ones are refused."""
     tool_reward: float = 0.0
     """Reward per call."""
     tool_success_reward: float = 0.0
-    """Additional reward of an episode's first successful call with a result."""
+    """Additional reward of an episode's first successful call with a result, of each seat."""
     split: str | None = Field(default=None, pattern="^(train|held_out|any)$")
     """For the wrapped env."""
 
@@ -38,11 +39,10 @@ class ToolEnvConfig(Config):
 class ToolEnv(gymnasium.Env[str, str]):
     """Any env, with tools that an answer may call instead of acting."""
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # pyright: ignore[reportIncompatibleVariableOverride]
     config_class: ClassVar[type[ToolEnvConfig]] = ToolEnvConfig
 
     def __init__(self, config: ToolEnvConfig) -> None:
-        """Raises ValueError if env or tool is unavailable."""
+        """Raises ValueError if env or tool is unavailable, or the env has functions of its own."""
         self.config = config
         settings = dict(config.env_config)
         if config.split is not None and "split" in registry.setting_names(config.env_type):
@@ -50,6 +50,15 @@ class ToolEnv(gymnasium.Env[str, str]):
         self._env = registry.make(config.env_type, settings)
         inner = cast(Any, self._env.unwrapped)
         self._tools: list[OpenTool] = []
+        if getattr(inner, "functions", ()):
+            self.close()
+            raise ValueError(
+                f"tools: {config.env_type} has functions of its own, whose calls would go to the tools: let it read texts "
+                "(for harbor, `function_calling: prompt` in its env_config), or use it without `tools`"
+            )
+        self.metadata = self._env.metadata
+        self.render_mode = self._env.render_mode
+        self.seats: tuple[str, ...] = tuple(getattr(inner, "seats", ()))
         for tool in config.tools:
             try:
                 self._tools.append(tool.open())
@@ -67,8 +76,9 @@ class ToolEnv(gymnasium.Env[str, str]):
         self.metrics_agg_mode = {**modes, "tool_use_counter": "sum", "tool_success_counter": "sum"}
         if hasattr(inner, "task_id"):
             self.task_id = inner.task_id
-        self._uses = 0
-        self._success_is_paid = False
+        self._seat = ""
+        self._uses: Counter[str] = Counter()
+        self._paid_seats: set[str] = set()
 
     @cached_property
     def observation_space(self) -> gymnasium.Space[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -80,9 +90,14 @@ class ToolEnv(gymnasium.Env[str, str]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed, options=options)
-        self._uses = 0
-        self._success_is_paid = False
-        return self._env.reset(seed=seed, options=options)
+        self._uses.clear()
+        self._paid_seats.clear()
+        observation, info = self._env.reset(seed=seed, options=options)
+        self._seat = str(info.get("seat", "")) if self.seats else ""
+        return observation, info
+
+    def render(self) -> Any:
+        return self._env.render()
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         if self._by_name and (function_calls := read_calls(action)):
@@ -96,6 +111,7 @@ class ToolEnv(gymnasium.Env[str, str]):
             result = self._count_use(partial(tool.use, text))
             return self._respond(result.text if result else self._limit_message, [result])
         observation, reward, terminated, truncated, info = self._env.step(action)
+        self._seat = str(info.get("seat", "")) if self.seats else ""
         return observation, float(reward), terminated, truncated, {**info, **_use_metrics(used=0, ok=0)}
 
     def _register_functions(self) -> None:
@@ -108,8 +124,8 @@ class ToolEnv(gymnasium.Env[str, str]):
             raise ValueError(f"tools: two functions share a name: {names}")
 
     def _count_use(self, call: Callable[[], ToolResult]) -> ToolResult | None:
-        self._uses += 1
-        return call() if self._uses <= self.config.max_tool_uses else None
+        self._uses[self._seat] += 1
+        return call() if self._uses[self._seat] <= self.config.max_tool_uses else None
 
     def _call_function(self, call: Call) -> ToolResult:
         if tool := self._by_name.get(call.name):
@@ -124,10 +140,13 @@ class ToolEnv(gymnasium.Env[str, str]):
         used = [result for result in results if result is not None]
         ok = sum(result.ok for result in used)
         reward = self.config.tool_reward * len(used)
-        if not self._success_is_paid and any(result.ok and not result.is_empty for result in used):
-            self._success_is_paid = True
+        if self._seat not in self._paid_seats and any(result.ok and not result.is_empty for result in used):
+            self._paid_seats.add(self._seat)
             reward += self.config.tool_success_reward
-        return text, reward, False, False, _use_metrics(used=len(used), ok=ok)
+        info = _use_metrics(used=len(used), ok=ok)
+        if self.seats:
+            info |= {"seat": self._seat, "seats": {self._seat: {"reward": reward}}}
+        return text, reward, False, False, info
 
     def random_answer(self, rng: np.random.Generator) -> str:
         return random_answer(self._env, rng)

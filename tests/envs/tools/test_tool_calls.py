@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 
 from offbeat.envs import registry
+from offbeat.envs.contract import check_contract
 from offbeat.envs.tools.functions import Call, write_calls
+from offbeat.services.rollout.envs.runners import do_reset, do_step, read_traits, render_png
 from tests.envs.sandbox.needs import needs_sandbox
 
 pytestmark = needs_sandbox
@@ -70,6 +72,39 @@ def test_an_unreadable_corpus_is_refused_before_the_first_call(
         (tmp_path / file).write_text("text\nParis\n")
     with pytest.raises(ValueError, match=message):
         lake(tools=[{"tool_id": "search", "corpus": str(tmp_path / name), **settings}])
+
+
+def test_seats_of_a_wrapped_game_keep_their_turns_rewards_and_calls():
+    pytest.importorskip("pettingzoo")
+    game = {"env_type": "pettingzoo", "env_config": {"id": "classic/tictactoe-v3"}}
+    rules = {"tools": [{"tool_id": "python_code"}], "max_tool_uses": 1, "tool_reward": -0.1, "tool_success_reward": 0.5}
+    env: Any = registry.make("tools", {**game, **rules})
+    assert read_traits(env).seats == ("player_1", "player_2")
+    call = "```python\nprint(1)\n```"
+    opening = do_reset(env, 0)
+    seat, results = opening.seat, []
+    for answer in ("0", call, "3", "1", "4", call, "2"):
+        results.append((seat, do_step(env, answer)))
+        seat = results[-1][1].seat
+    first, second = results[1], results[5]
+    assert (first[0], first[1].seat, first[1].seats) == ("player_2", "player_2", {"player_2": {"reward": 0.4}})
+    assert (second[0], second[1].seat, second[1].seats) == ("player_1", "player_1", {"player_1": {"reward": 0.4}})
+    last = results[-1][1]
+    assert last.terminated
+    assert (last.seats["player_1"]["reward"], last.seats["player_2"]["reward"]) == (1.0, -1.0)
+    assert check_contract("tools", {**game, **rules}, num_seeds=2).problems == []
+
+
+def test_the_wrapped_env_is_drawn():
+    env = lake(env_config={"render_mode": "rgb_array"})
+    assert render_png(env).startswith(b"\x89PNG")
+    assert "rgb_array" in env.metadata["render_modes"]
+
+
+def test_functions_of_the_wrapped_env_are_refused():
+    tools = [{"tool_id": "python_code"}]
+    with pytest.raises(ValueError, match=r"tools: harbor has functions of its own.*function_calling: prompt"):
+        registry.make("tools", {"env_type": "harbor", "env_config": {"function_calling": "template"}, "tools": tools})
 
 
 def test_the_split_is_passed_to_the_wrapped_env():
