@@ -1,5 +1,6 @@
 """Adapter for registered gymnasium envs."""
 
+import math
 import re
 from functools import reduce
 from typing import Any, ClassVar, Literal, cast
@@ -15,6 +16,8 @@ from offbeat.envs.config import Config
 from offbeat.envs.parsing import compile_pattern
 
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+DISTANT_SIGN = re.compile(r"[-+]\s+(?=\.?\d)")
+MINUS_SIGNS = dict.fromkeys(map(ord, "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d"), "-")
 
 
 class WrapperConfig(Config):
@@ -151,8 +154,8 @@ class GymnasiumEnv(TextEnv):
             case spaces.Text():
                 return text if space.contains(text) else None
             case _:
-                numbers = [float(number) for number in NUMBER.findall(text)]
-                if len(numbers) != int(np.prod(space.shape)):
+                numbers = _read_numbers(text)
+                if len(numbers) != int(np.prod(space.shape)) or not all(map(math.isfinite, numbers)):
                     return None
                 values = np.clip(np.reshape(numbers, space.shape), space.low, space.high)
                 return values.astype(space.dtype)  # clipped first: integer dtypes would wrap around
@@ -174,6 +177,17 @@ class GymnasiumEnv(TextEnv):
                 return f"{float(value):.{self.config.digits}f}"
             case _:
                 return str(value)
+
+
+def _read_numbers(text: str) -> list[float]:
+    """Return a text's numbers; none if a sign may be a number's or a dash, as in `1 - 2`."""
+    text = text.translate(MINUS_SIGNS)
+    if sign := DISTANT_SIGN.search(text):
+        joined = text[: sign.start() + 1] + text[sign.end() :]
+        if not NUMBER.fullmatch(joined):
+            return []
+        text = joined
+    return [float(number) for number in NUMBER.findall(text)]
 
 
 def _wrap(env: gymnasium.Env[Any, Any], wrapper: WrapperConfig) -> gymnasium.Env[Any, Any]:

@@ -53,6 +53,21 @@ def test_rewards_and_observations_equal_the_gymnasium_envs():
         assert result[4]["success"] is (turn == 3)
 
 
+@pytest.mark.parametrize("answer", ["-1.5", "- 1.5", "\u22121.5", "\u20131.5", "torque: \u22121.5", "-1.5e0"])
+def test_a_negative_number_is_executed_as_such(answer: str):
+    env = registry.make("gymnasium", {"id": "Pendulum-v1"})
+    env.reset(seed=0)
+    assert env.step(answer)[4]["action_is_valid"]
+    assert env.unwrapped._env.unwrapped.last_u == -1.5
+
+
+@pytest.mark.parametrize("answer", ["about - 1.5", "- 1\n- 2", "1e999", "-1e999"])
+def test_an_ambiguous_sign_or_an_infinite_number_is_no_action(answer: str):
+    env = registry.make("gymnasium", {"id": "Pendulum-v1"})
+    env.reset(seed=0)
+    assert not env.step(answer)[4]["action_is_valid"]
+
+
 def test_an_invalid_answer_costs_the_penalty_without_a_step():
     env = registry.make("gymnasium", {"id": "CartPole-v1", "format_penalty": -0.5})
     before, _ = env.reset(seed=1)
