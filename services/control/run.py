@@ -126,6 +126,11 @@ class RunRecord:
     mesh: str = ""
     """Mesh that runs it: one of `offbeat train`, or "" for the deployed one."""
 
+    @property
+    def is_ending(self) -> bool:
+        """Return whether an active run is to end or drains."""
+        return self.wanted.is_final or self.state is RunState.DRAINING
+
     def encode(self) -> dict[str, str]:
         plain = {each.name: str(getattr(self, each.name)) for each in fields(self)}
         return plain | {"settings": encode_settings(self.settings)}

@@ -151,7 +151,7 @@ class ControlService:
             InvalidRunError: invalid configuration.
             NotAllowedError: beyond the caller's rights.
             TooManyValidationsError: try again.
-            RunExistsError: active with another configuration.
+            RunExistsError: active with another configuration, or ending.
             BusyError: another run has claimed a resource.
         """
         async with self._validation_slot():

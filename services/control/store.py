@@ -70,7 +70,7 @@ class RunStore:
         learners fenced. takeover: treat an active run as inactive.
 
         Raises:
-            RunExistsError: active with another configuration.
+            RunExistsError: active with another configuration, or ending.
             BusyError: another active run has claimed a resource.
         """
         keys, claimed = RunKeys(spec.run_id), claim_keys(spec)
@@ -79,6 +79,11 @@ class RunStore:
             raw = cast(dict[bytes, bytes], await pipe.hgetall(keys.record))  # pyright: ignore[reportGeneralTypeIssues]
             old = RunRecord.decode(raw) if raw else None
             if old and not takeover and self.is_active(old):
+                if old.is_ending:
+                    raise RunExistsError(
+                        f"run {spec.run_id!r} is ending: start it again after its end (`offbeat runs watch "
+                        f"{spec.run_id}`), or choose another name{self._hint(old)}"
+                    )
                 if (old.config, old.mesh) == (spec.config, self.mesh):
                     return old, False
                 raise RunExistsError(
@@ -258,7 +263,7 @@ class RunStore:
         verb = "pause" if wanted is DesiredState.PAUSED else "resume"
         if record.state.is_terminal:
             raise RunStateError(f"run {record.run_id!r} is {record.state}: it can't {verb}")
-        if record.wanted.is_final or record.state is RunState.DRAINING:
+        if record.is_ending:
             raise RunStateError(f"run {record.run_id!r} is ending: it can't {verb} any more")
         return record.wanted is not wanted
 
@@ -269,7 +274,7 @@ class RunStore:
         async with self.redis.pipeline() as pipe:
             await pipe.watch(key)
             record = await self.load(run_id)
-            if record.state.is_terminal or record.wanted.is_final:
+            if record.state.is_terminal or record.is_ending:
                 state = record.state if record.state.is_terminal else "ending"
                 raise RunStateError(f"run {run_id!r} is {state}: its settings can no longer change")
             change = Change(dict(values), self.clock())

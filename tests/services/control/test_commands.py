@@ -102,3 +102,27 @@ async def test_settings_of_a_run_that_is_over_do_not_change(api: ApiHarness):
     await api.start("a", RunState.FAILED)
     refused = await api.http.patch("/runs/a", json={"temperature": 0.5})
     assert (refused.status_code, code(refused)) == (409, "run_state")
+
+
+@pytest.mark.parametrize("state", [RunState.RUNNING, RunState.DRAINING])
+async def test_an_ending_run_is_not_started_again_before_its_end(api: ApiHarness, state: RunState):
+    """The same configuration answers 200 only while the run goes on."""
+    await api.start("a")
+    assert (await api.http.post("/runs", json={"exp_name": "a"})).status_code == 200
+    await api.client.stop("a")
+    await api.store.update("a", state=state)
+    refused = await api.http.post("/runs", json={"exp_name": "a"})
+    assert (refused.status_code, code(refused)) == (409, "run_exists")
+    assert "is ending: start it again after its end (`offbeat runs watch a`)" in refused.json()["error"]["message"]
+    await api.store.update("a", state=RunState.STOPPED)
+    assert (await api.http.post("/runs", json={"exp_name": "a"})).status_code == 201
+
+
+@pytest.mark.parametrize("outcome", [RunState.FINISHED, RunState.FAILED])
+async def test_settings_of_a_run_that_drains_do_not_change(api: ApiHarness, outcome: RunState):
+    await api.start("a", RunState.DRAINING)
+    await api.store.update("a", outcome=outcome)
+    refused = await api.http.patch("/runs/a", json={"temperature": 0.5})
+    assert (refused.status_code, code(refused)) == (409, "run_state")
+    assert "is ending" in refused.json()["error"]["message"]
+    assert (await api.client.show("a")).changes == []
