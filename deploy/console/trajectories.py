@@ -139,17 +139,24 @@ class RecordedTrajectories:
         return tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
     def _turns(self, trajectory: Trajectory) -> list[TurnView]:
-        return [
-            TurnView(
+        recorded = trajectory.text[1::2] or ("",)  # the first prompt is in `TrajectoryView.text`
+        views: list[TurnView] = []
+        ends = [0] * len(trajectory.segments)
+        for i, turn in enumerate(trajectory.turns):
+            tokens = trajectory.segments[turn.segment].tokens
+            observed = tokens[ends[turn.segment] : turn.start].tolist()
+            ends[turn.segment] = turn.end
+            view = TurnView(
                 segment=turn.segment,
                 start=turn.start,
                 end=turn.end,
                 reward=finite(turn.reward),
                 is_truncated=turn.is_truncated,
-                text=self._decode(trajectory.segments[turn.segment].tokens[turn.start : turn.end].tolist()),
+                observation=recorded[i] if i < len(recorded) else self._decode(observed),
+                text=self._decode(tokens[turn.start : turn.end].tolist()),
             )
-            for turn in trajectory.turns
-        ]
+            views.append(view)
+        return views
 
     def _text(self, trajectory: Trajectory) -> list[str]:
         if trajectory.text or not trajectory.segments:

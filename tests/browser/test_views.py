@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from redis import Redis
 
+from offbeat.deploy.console.server import FolderRuns, create_folder_api
 from offbeat.services.control.interfaces import Health, Observation
 from offbeat.services.keys import RunKeys
-from tests.browser.conftest import HOSTILE, find_violations
+from tests.browser.conftest import HOSTILE, find_violations, serving
+from tests.deploy.console.folders import write_run
 
 pytestmark = pytest.mark.slow
 
@@ -105,6 +107,17 @@ def test_what_an_agent_wrote_is_text(folder_url: str, page: Any) -> None:
     assert page.get_by_text(HOSTILE, exact=True).count() > 0
     assert page.title() == "lake – Offbeat"
     assert page.locator("main script, main img[src=x]").count() == 0
+
+
+def test_the_turns_of_two_seats_show_what_each_has_observed(tmp_path: Path, page: Any) -> None:
+    write_run(tmp_path / "lake", seats=True)
+    with serving(create_folder_api(FolderRuns(tmp_path))) as url:
+        page.goto(f"{url}/ui/#/trajectory/lake?group=6&index=1")
+        page.get_by_text("turn 3").wait_for()
+        path = f"{url}/runs/lake/trajectories/6/1"
+        turns = page.request.get(path, headers={"accept": "application/json"}).json()["turns"]
+        shown = page.locator(".turn").evaluate_all("all => all.map(each => each.querySelector('.text').textContent)")
+    assert shown[1:] == [turn["observation"] or turn["text"] for turn in turns]
 
 
 def test_an_episode_is_played_again_beside_its_turns(folder_url: str, page: Any) -> None:

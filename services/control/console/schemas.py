@@ -112,6 +112,8 @@ class TurnView(View):
     end: int
     reward: float | None
     is_truncated: bool
+    observation: str
+    """What came before it, as recorded or decoded: the tokens since the segment's last turn; empty for the first prompt."""
     text: str
     """Completion, decoded."""
 

@@ -57,12 +57,32 @@ def play(trajectory: Trajectory) -> Trajectory:
     return replace(trajectory, tag="FrozenLake", turns=tuple(turns), text=tuple(text))
 
 
+def seat_two(trajectory: Trajectory) -> Trajectory:
+    """The trajectory, played by two seats that say the same in turn."""
+    turns = tuple(turn._replace(segment=seat) for turn in trajectory.turns for seat in (0, 1))
+    rewards = {f"{seat}/reward": trajectory.reward for seat in "ab"}
+    return replace(
+        trajectory,
+        segments=trajectory.segments * 2,
+        turns=turns,
+        seats=("a", "b") * len(trajectory.turns),
+        metrics={**trajectory.metrics, **rewards},
+    )
+
+
 def write_run(
-    folder: Path, name: str = "lake", *overrides: str, kept: int = 2, text: str = "", played: bool = False
+    folder: Path,
+    name: str = "lake",
+    *overrides: str,
+    kept: int = 2,
+    text: str = "",
+    played: bool = False,
+    seats: bool = False,
 ) -> Path:
     """Three steps of three admitted groups each: one trained, one masked, one dropped; the last checkpoint is of step 2.
 
     text: of each message of the trained episodes. played: these are real episodes, though their tokens say nothing of it.
+    seats: two play each of them.
     """
     settings = (f"exp_name={name}", f"output_dir={folder}", "max_steps=5", *overrides)
     config = load_run(QUICKSTART, list(settings))
@@ -81,6 +101,8 @@ def write_run(
             trained = replace(trained, trajectories=members)
         if played:
             trained = replace(trained, trajectories=tuple(map(play, trained.trajectories)))
+        if seats:
+            trained = replace(trained, trajectories=tuple(map(seat_two, trained.trajectories)))
         batch = StepBatch.build(step - 1, [trained], learner)
         log.record(batch, 1e-2)
         gauges = trainer.train(batch)

@@ -10,6 +10,7 @@ import pytest
 from offbeat.deploy.config.loader import dump_yaml
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.console.archive import FolderArchive, find_checkpoint
+from offbeat.services.chat.tokenizer import load_tokenizer
 from offbeat.services.control.console.archive import GroupQuery, NotRecordedError, UnknownGroupError
 from offbeat.services.control.console.schemas import NO_OUTCOME, GroupSort, GroupState
 from offbeat.trainer.training.batch_log import BatchLog
@@ -112,6 +113,17 @@ def test_a_token_has_its_own_numbers(archive: FolderArchive, run_folder: Path) -
     assert (trajectory.step, trajectory.reward, trajectory.reason, len(trajectory.turns)) == (3, 1.0, "", 2)
     assert set(trajectory.pieces) == {str(token) for token in segment.tokens}
     assert all(trajectory.pieces.values())
+
+
+def test_a_turn_has_the_observation_of_its_seat(tmp_path: Path) -> None:
+    """Tokens without recorded text are decoded as a span; turns of two seats alternate, each in a segment of its own."""
+    archive = FolderArchive(write_run(tmp_path / "lake", seats=True))
+    trajectory, source = archive.trajectory(6, 1), groups_of(3)[0].trajectories[1]
+    tokenizer = load_tokenizer(tmp_path / "lake" / "policy")
+    prompt, answer = source.segments[0].tokens[:3].tolist(), source.segments[0].tokens[5:7].tolist()
+    assert [turn.segment for turn in trajectory.turns] == [0, 1, 0, 1]
+    assert trajectory.text == [tokenizer.decode(prompt)]
+    assert [turn.observation for turn in trajectory.turns] == ["", *map(tokenizer.decode, (prompt, answer, answer))]
 
 
 @pytest.mark.parametrize(

@@ -70,13 +70,11 @@ async function render(place, button, path) {
 /** @param {any} trajectory @param {any} turn @param {number} i */
 function turnOf(trajectory, turn, i) {
   const segment = trajectory.segments[turn.segment];
-  const before = trajectory.turns[i - 1]?.segment === turn.segment ? trajectory.turns[i - 1].end : 0;
-  const observed = trajectory.text.length > 1 ? trajectory.text[1 + 2 * i]
-    : i ? [...segment.tokens.slice(before, turn.start)].map((token) => trajectory.pieces[token] ?? "").join(" ") : null;
+  const before = trajectory.turns.slice(0, i).findLast((/** @type {any} */ each) => each.segment === turn.segment)?.end ?? 0;
   const images = segment.images.filter((/** @type {any} */ image) => image.start >= before && image.start < turn.start);
   return h("div", { class: "turn" }, h("span"), h("div", { class: "frame" }),
-    observed || images.length ? [h("span", { class: "soft" }, "env"), h("div", {}, images.map((/** @type {any} */ image) =>
-      h("img", { alt: `observation of turn ${i}`, src: `data:image/png;base64,${image.png}` })), h("div", { class: "text" }, observed ?? ""))] : null,
+    turn.observation || images.length ? [h("span", { class: "soft" }, "env"), h("div", {}, images.map((/** @type {any} */ image) =>
+      h("img", { alt: `observation of turn ${i}`, src: `data:image/png;base64,${image.png}` })), h("div", { class: "text" }, turn.observation))] : null,
     h("span", { class: "soft" }, `turn ${i}`), h("div", {}, h("div", { class: "text" }, turn.text || "(no text)"),
       h("span", { class: "soft" }, `${turn.end - turn.start} tokens, reward ${short(turn.reward)}${turn.is_truncated ? ", cut by the token limit" : ""}`)));
 }
