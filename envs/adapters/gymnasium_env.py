@@ -1,7 +1,7 @@
 """Adapter for registered gymnasium envs."""
 
-import math
 import re
+from collections import Counter
 from functools import reduce
 from typing import Any, ClassVar, Literal, cast
 
@@ -50,6 +50,8 @@ class GymnasiumConfig(Config):
     """System prompt; empty lists the valid answers."""
     words: tuple[str, ...] = ()
     """Observations' words, for the tiny policy's tokenizer, besides prompt's and actions'."""
+    render_mode: str | None = None
+    """The env's render mode, such as `rgb_array` for images; as in `kwargs`."""
 
     @field_validator("action_pattern")
     @classmethod
@@ -67,18 +69,27 @@ class GymnasiumEnv(TextEnv):
     def __init__(self, config: GymnasiumConfig) -> None:
         """Raises ValueError for an unknown env or wrapper, or actions without a text form."""
         settings: dict[str, Any] = {**config.kwargs}
-        if config.observation == "ansi":
-            settings["render_mode"] = "ansi"
+        if config.render_mode is not None:
+            settings["render_mode"] = config.render_mode
+        if config.observation == "ansi" and settings.setdefault("render_mode", "ansi") != "ansi":
+            raise ValueError(f"observation: ansi needs render_mode: ansi, got {settings['render_mode']}")
         try:
             made: gymnasium.Env[Any, Any] = gymnasium.make(config.id, **settings)
         except (gymnasium.error.Error, ImportError, TypeError) as error:
             raise ValueError(f"gymnasium.make({config.id!r}): {error}") from error
+        modes, mode = cast(list[str], made.metadata.get("render_modes") or []), settings.get("render_mode")
+        if mode is not None and mode not in modes:
+            made.close()
+            raise ValueError(f"{config.id} has no render mode {mode!r}; it has {', '.join(modes) or 'none'}")
+        self.metadata, self.render_mode = made.metadata, mode
         self._env = reduce(_wrap, config.wrappers, made)
         space = self._env.action_space
         if not isinstance(space, spaces.Discrete | spaces.Box | spaces.Text):
             raise ValueError(f"{config.id} has a {type(space).__name__} action space; supported: Discrete, Box, Text")
         if config.actions and (not isinstance(space, spaces.Discrete) or len(config.actions) != cast(Any, space).n):
             raise ValueError(f"{len(config.actions)} names of actions, but {config.id} has {space}")
+        if twins := [name for name, n in Counter(name.lower() for name in config.actions).items() if n > 1]:
+            raise ValueError(f"actions: {twins[0]!r} names two actions, apart from upper and lower case: rename one")
         self.config = config
         self._space = cast("spaces.Discrete[Any] | spaces.Box[Any] | spaces.Text", space)
         self._pattern = compile_pattern(config.action_pattern) if config.action_pattern else None
@@ -118,8 +129,13 @@ class GymnasiumEnv(TextEnv):
             return self._action_names()[int(rng.integers(len(self._action_names())))]
         if isinstance(space, spaces.Text):
             return "a"
-        low, high = np.nan_to_num(space.low, neginf=-1), np.nan_to_num(space.high, posinf=1)
+        low, high = np.float64(space.low), np.float64(space.high)
+        low = np.where(np.isfinite(low), low, np.where(np.isfinite(high), np.minimum(-1, high - 2), -1))
+        high = np.where(np.isfinite(high), high, np.maximum(1, low + 2))
         return " ".join(f"{value:.3g}" for value in np.ravel(rng.uniform(low, high)))
+
+    def render(self) -> Any:
+        return self._env.render()
 
     def close(self) -> None:
         self._env.close()
@@ -155,10 +171,11 @@ class GymnasiumEnv(TextEnv):
                 return text if space.contains(text) else None
             case _:
                 numbers = _read_numbers(text)
-                if len(numbers) != int(np.prod(space.shape)) or not all(map(math.isfinite, numbers)):
+                if len(numbers) != int(np.prod(space.shape)):
                     return None
                 values = np.clip(np.reshape(numbers, space.shape), space.low, space.high)
-                return values.astype(space.dtype)  # clipped first: integer dtypes would wrap around
+                # clipped first: integer dtypes would wrap around
+                return values.astype(space.dtype) if np.isfinite(values).all() else None
 
     def _observe(self) -> str:
         if self.config.observation == "ansi":

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -17,7 +17,6 @@ PRINTABLE = "".join(map(chr, range(32, 127))) + "\n\t"
 
 
 class TextEnv(gymnasium.Env[str, str]):
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # pyright: ignore[reportIncompatibleVariableOverride]
     system_prompt: str = ""
 
     def __init__(self, system_prompt: str = "") -> None:

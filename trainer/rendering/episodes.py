@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from gymnasium.error import DependencyNotInstalled
 from PIL import Image, ImageDraw
 
 from offbeat.envs import registry
@@ -83,14 +84,19 @@ def play_again(config: EnvsConfig, recorded: RecordedEpisode) -> PlayedEpisode:
 def make_rendered(env_type: str, settings: dict[str, Any]) -> registry.TextEnv:
     """Create the env, rendered if supported; raises ValueError."""
     rendering = {**settings, "render_mode": "rgb_array"}
-    drawable = not registry.check_env_config(env_type, rendering)
-    return registry.make(env_type, rendering if drawable else settings)
+    try:
+        return registry.make(env_type, rendering)
+    except ValueError:  # no such setting, or render mode
+        return registry.make(env_type, settings)
 
 
 def render_frame(env: registry.TextEnv) -> Frame | None:
     try:
         drawn: Any = env.render()
-    except NotImplementedError:  # gymnasium's default
+    except (
+        NotImplementedError,
+        DependencyNotInstalled,
+    ):  # gymnasium's default; its envs draw with libraries of their own
         return None
     if not isinstance(drawn, np.ndarray) or drawn.dtype != np.uint8 or drawn.ndim < 2:
         return None
