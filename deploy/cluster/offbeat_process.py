@@ -1,10 +1,12 @@
 """`offbeat` commands in processes of their own."""
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from offbeat.services.errors import ControlError
 from offbeat.services.process import bind_to_thread
@@ -39,4 +41,13 @@ def run_offbeat(
 
 
 def last_output(process: "subprocess.CompletedProcess[str]") -> str:
-    return (process.stderr or process.stdout).strip()[-MAX_OUTPUT_CHARS:]
+    output = (process.stderr or process.stdout).strip()[-MAX_OUTPUT_CHARS:]
+    return output or f"the process ended with exit code {process.returncode} and no output"
+
+
+def read_json(process: "subprocess.CompletedProcess[str]") -> dict[str, Any]:
+    """Parse the output; raises `ControlError` with the last of it if it is no JSON, as after a traceback."""
+    try:
+        return json.loads(process.stdout)
+    except json.JSONDecodeError as error:
+        raise ControlError(last_output(process)) from error

@@ -17,7 +17,7 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
 from offbeat.deploy import run_folder
-from offbeat.deploy.cluster.offbeat_process import last_output, run_offbeat
+from offbeat.deploy.cluster.offbeat_process import last_output, read_json, run_offbeat
 from offbeat.deploy.cluster.packaged_recipes import PackagedRecipes
 from offbeat.deploy.components.env_workers import WorkerPool
 from offbeat.deploy.components.learner import ExternalLearner, ManagedLearner
@@ -266,7 +266,7 @@ class MeshRunFactory(PackagedRecipes):
         )
         if process.returncode not in (0, 1):
             raise ControlError(last_output(process))
-        return process.returncode == 0, json.loads(process.stdout)
+        return process.returncode == 0, read_json(process)
 
     def plan(self, record: RunRecord, settings: Settings) -> dict[str, Any]:
         self.open_archive(record)  # the folder is here
@@ -280,7 +280,7 @@ class MeshRunFactory(PackagedRecipes):
         )
         if process.returncode:
             raise ControlError(last_output(process).removeprefix("offbeat: "))
-        return json.loads(process.stdout)
+        return read_json(process)
 
     def _setting_issues(self, tree: dict[str, Any], size: MachineSize) -> set[ConfigIssue]:
         try:
