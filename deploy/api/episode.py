@@ -1,13 +1,10 @@
 """Episodes as Python objects."""
 
-import asyncio
 import html
 import json
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 import pandas as pd
 from pydantic import JsonValue
@@ -16,9 +13,9 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.play.conversations import to_messages
 from offbeat.envs.contract import ContractReport, check_contract
 from offbeat.envs.contract_process import check_in_processes
+from offbeat.envs.event_loop import run_coroutine
 from offbeat.trainer.rendering.recorded_episodes import FOLDER
 
-T = TypeVar("T")
 KINDS = ("after", "during", "before")
 
 
@@ -120,7 +117,7 @@ def play(
     from offbeat.deploy.play.target import find_target  # noqa: PLC0415
 
     target = find_target(str(env), dict(env_config or {}), tag, max_steps)
-    trajectory = _run(run_episode(target, agent, seed=seed, write=show or _ignore))
+    trajectory = run_coroutine(run_episode(target, agent, seed=seed, write=show or _ignore))
     return Episode.from_texts(trajectory.tag, trajectory.seed, trajectory.reward, trajectory.metrics, trajectory.text)
 
 
@@ -159,7 +156,7 @@ def rollout(
         config = load_config(Path(config))
     kind = EpisodeKind.EVAL if held_out else EpisodeKind.TRAIN
     request = EpisodeRequest(episodes, group_size, kind, config.seed if seed is None else seed, concurrency)
-    rollouts = _run(collect(config, request, agent, _no_progress))
+    rollouts = run_coroutine(collect(config, request, agent, _no_progress))
     return pd.DataFrame([asdict(decode_episode(t, rollouts.chat)) for t in rollouts.result.trajectories])
 
 
@@ -167,13 +164,3 @@ def _ignore(_: str) -> None: ...
 
 
 def _no_progress(_: int, __: int) -> None: ...
-
-
-def _run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine, inside a running loop, too."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(coroutine)
-    with ThreadPoolExecutor(1) as executor:
-        return executor.submit(asyncio.run, coroutine).result()

@@ -3,7 +3,6 @@
 Tasks beyond one answer need `played_by: agent` and `offbeat.deploy.agents.verifiers_env` as `agent_runner`.
 """
 
-import asyncio
 from functools import lru_cache
 from hashlib import blake2b
 from inspect import Parameter, signature
@@ -15,6 +14,7 @@ from pydantic import Field, JsonValue
 
 from offbeat.envs.adapters.text import TextEnv
 from offbeat.envs.config import Config
+from offbeat.envs.event_loop import run_coroutine
 from offbeat.envs.optional_imports import require
 
 HELD_OUT_SHARE = 8
@@ -67,7 +67,7 @@ class VerifiersEnv(TextEnv):
         if self.config.played_by == "agent":
             raise RuntimeError("verifiers runs the episodes of this env: it takes no answers")
         trace = self._trace(action)
-        asyncio.run(self._task.score(trace))
+        run_coroutine(self._task.score(trace))
         metrics = {name: value for name, value in trace.metrics.items() if value is not None}
         rewards = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
         reward = float(trace.reward)

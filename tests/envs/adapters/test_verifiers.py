@@ -40,6 +40,12 @@ def test_the_reward_is_the_tasks_weighted_sum_with_its_metrics():
     assert (reward, info["success"], info["num_words"]) == (1.0, False, 4.0)
 
 
+async def test_an_answer_is_scored_within_a_running_event_loop():
+    env = registry.make("verifiers", {"id": "vf_sums"})
+    question, _ = env.reset(seed=3)
+    assert env.step(right(question))[1] == 1.5
+
+
 def test_splits_are_disjoint_and_evaluation_covers_its_own():
     train = registry.make("verifiers", {"id": "vf_sums"})
     held_out = registry.make("verifiers", {"id": "vf_sums", "split": "held_out"})
