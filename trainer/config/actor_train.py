@@ -49,8 +49,11 @@ class ModelArgs(ConditionalConfig):
         return self.model_copy(update={"lora_target": None})
 
     def of_role(self, role: RoleModelArgs) -> "ModelArgs":
-        """Return the arguments of a role's model, without adapters."""
-        return self.without_adapters.model_copy(update=role.overrides)
+        """Return the arguments of a role's model, without adapters; with `shared_prefix` its attention is packed, too."""
+        overrides = role.overrides
+        if self.shared_prefix:
+            overrides.pop("attn_implementation", None)
+        return self.without_adapters.model_copy(update=overrides)
 
 
 TINY_LR, PRETRAINED_LR = 1e-3, 1e-6

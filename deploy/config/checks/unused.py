@@ -29,6 +29,7 @@ def check_unused(config: RunConfig) -> Iterator[ConfigIssue]:
     yield from check_controller_effect(
         config, groups_per_step=config.groups_per_step, num_env_groups=config.train_env_manager.num_env_groups
     )
+    yield from _check_attention(config)
     yield from _check_evaluation(config)
     yield from _check_tags(config)
     yield from _check_lengths(config)
@@ -53,6 +54,19 @@ def changed_keys(table: BaseModel, default: BaseModel) -> Iterator[str]:
 
 def _unused(path: str, reason: str, remedy: str) -> ConfigIssue:
     return ConfigIssue(path, f"has no effect {reason}: {remedy}")
+
+
+def _check_attention(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield another attention of a role whose micro-batches are prefix trees, which packed attention alone reads."""
+    if not config.actor_train.model_args.shared_prefix:
+        return
+    roles = {f"teacher.{name}": teacher.model_args for name, teacher in config.teacher.items()}
+    roles |= {"critic": config.critic.model_args} if config.has_own_critic else {}
+    roles |= {"reference": config.reference.model_args} if config.needs_reference else {}
+    for role, args in roles.items():
+        if args.attn_implementation not in (None, "auto"):
+            reason = "with actor_train.model_args.shared_prefix, which needs packed attention (auto) of every role"
+            yield _unused(f"{role}.model_args.attn_implementation", reason, LEAVE_OUT)
 
 
 def _check_evaluation(config: RunConfig) -> Iterator[ConfigIssue]:

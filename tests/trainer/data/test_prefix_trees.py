@@ -22,6 +22,7 @@ from offbeat.services.messages.types import (
 )
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.config.learner import LearnerConfig
+from offbeat.trainer.config.roles import CriticModelArgs, RoleModelArgs
 from offbeat.trainer.data import prefix_trees
 from offbeat.trainer.data.batch import (
     Batch,
@@ -338,6 +339,20 @@ def test_step_gives_same_weights_with_shared_prefixes(options: dict[str, Any], f
     assert step_metrics[0]["actor/grad_norm"] == pytest.approx(step_metrics[1]["actor/grad_norm"], rel=1e-4)
     assert step_metrics[0]["tokens/shared"] == 0
     assert step_metrics[1]["tokens/shared"] > 0
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_roles_of_another_attention_give_same_outputs_with_shared_prefixes(attention: Any, folder: Path) -> None:
+    batch, args = pack(ragged()), ModelArgs(shared_prefix=True)
+    policy = load_policy(folder, args.of_role(RoleModelArgs(attn_implementation=attention)), seed=1)
+    critic = load_critic(folder, args.of_role(CriticModelArgs(attn_implementation=attention)), seed=1)
+    torch.nn.init.normal_(critic.value_head.weight)
+    for role in (policy, critic):
+        plain, shared = (
+            everything(role.double(), cut(batch, range(batch.num_sequences), 4096), batch.num_sampled)[0]
+            for cut in (microbatches, shared_microbatches)
+        )
+        torch.testing.assert_close(shared, plain, rtol=0, atol=2e-6)
 
 
 def test_gradient_checkpointing_gives_same_result(folder: Path) -> None:

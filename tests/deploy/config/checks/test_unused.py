@@ -15,12 +15,18 @@ SFT = {"pipeline": "sft", "data": {"dataset_name": "rows.jsonl"}}
 VALIDATED_SFT = SFT | {"data": {"dataset_name": "rows.jsonl", "val_dataset_name": "val.jsonl"}}
 RLVR = {"pipeline": "rlvr", "data": SFT["data"], "custom_envs": {"math": {"env_type": "prompt"}}}
 VALIDATED_RLVR = RLVR | {"data": VALIDATED_SFT["data"]}
+KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
 GSPO_LENGTHS = {"reward_shaping": {"overlong_max_length": 600, "overlong_buffer": 50}, "sequence_length": 512}
 
 
 def issues(settings: Settings) -> dict[str, str]:
     config = RunConfig.model_validate_json(json.dumps(settings))
     return {issue.path: issue.message for issue in check_unused(config)}
+
+
+def attention(train: Settings, **roles: str) -> Settings:
+    names = {role: {"model_args": {"attn_implementation": name}} for role, name in roles.items()}
+    return LAKE | {"actor_train": {"model_args": train}} | names
 
 
 def env(**settings: Any) -> Settings:
@@ -43,6 +49,18 @@ def judge(**settings: Any) -> Settings:
 @pytest.mark.parametrize(
     ("settings", "path", "says", "fitting"),
     [
+        (
+            attention({"shared_prefix": True}, reference="sdpa") | KL,
+            "reference.model_args.attn_implementation",
+            "with actor_train.model_args.shared_prefix, which needs packed attention",
+            attention({"shared_prefix": False}, reference="sdpa") | KL,
+        ),
+        (
+            attention({"shared_prefix": True}, critic="eager") | {"adv_estimator": "gae"},
+            "critic.model_args.attn_implementation",
+            "of every role: leave it out",
+            attention({"shared_prefix": True}, critic="auto") | {"adv_estimator": "gae"},
+        ),
         (SFT | {"eval_steps": 5}, "eval_steps", "without data.val_dataset_name", VALIDATED_SFT | {"eval_steps": 5}),
         (SFT | {"val_batch_size": 8}, "val_batch_size", "pipeline: sft without custom_envs", SFT | LAKE),
         (
