@@ -39,9 +39,11 @@ class JsonLinesTail:
             file.seek(self._offset)
             while lines := file.read(CHUNK_BYTES):
                 lines += file.readline()  # to a line's end
-                lines = lines[: lines.rfind(b"\n") + 1]
-                self._offset += len(lines)
-                yield from _rows(lines)
+                complete = lines[: lines.rfind(b"\n") + 1]
+                self._offset += len(complete)
+                yield from _rows(complete)
+                if len(complete) < len(lines):
+                    return  # the next call begins with the row that is incomplete
 
 
 def _rows(lines: bytes) -> list[dict[str, Any]]:
