@@ -5,12 +5,16 @@ Invariant: critic, scoring services and rewards stay as configured.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import inf
 
 from offbeat.deploy.config.devices import GPU_ENGINES
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.plan.outcome import Setup
 from offbeat.deploy.plan.workload import Measures
 from offbeat.trainer.config.scored_roles import scored_roles
+
+ROUNDING = 1e-9
+"""Of a quotient of CPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,17 @@ class PartSizes:
         learner = learner_processes + self.critic_processes if self.learner_on_gpus else 0
         return self.other_gpus + engines + learner
 
+    def workers_within(self, machine: Machine, setup: Setup, learner_processes: int) -> float:
+        """Return how many env workers a machine has CPUs for."""
+        if machine.cpus is None:
+            return inf
+        others = self.cpus(replace(setup, num_workers=0), learner_processes)
+        return int((machine.cpus - others) / self.cpus_per_worker + ROUNDING)
+
+    def fit(self, machine: Machine, setup: Setup, learner_processes: int) -> bool:
+        has_gpus = machine.gpus is None or self.gpus(setup, learner_processes) <= machine.gpus
+        return has_gpus and setup.num_workers <= self.workers_within(machine, setup, learner_processes)
+
 
 @dataclass(frozen=True, slots=True)
 class Division:
@@ -114,7 +129,9 @@ def _counts(machine: Machine, sizes: PartSizes, setup: Setup) -> list[int]:
         rooms.append((machine.gpus - sizes.gpus(without, 1)) // sizes.per_engine)
     if machine.cpus is not None:
         rooms.append(int((machine.cpus - sizes.cpus(replace(without, num_workers=0), 1)) / sizes.cpus_per_engine))
-    most = min(rooms, default=1)
+    if not rooms:
+        return [setup.num_replicas]
+    most = min(rooms) if not sizes.engines_on_gpus or machine.gpus is not None else min(*rooms, setup.num_replicas)
     return sorted({max(round(most * part / 8), 1) for part in range(1, 9)}) if most >= 1 else []
 
 
@@ -125,4 +142,4 @@ def _learner_processes(machine: Machine, sizes: PartSizes, setup: Setup) -> int:
     if machine.cpus is not None:
         rooms.append(int((machine.cpus - sizes.cpus(setup, 0)) / sizes.cpus_per_process))
     most = min(rooms, default=sizes.learner_processes)
-    return most if sizes.learner_on_gpus else min(most, sizes.learner_processes)
+    return most if sizes.learner_on_gpus and machine.gpus is not None else min(most, sizes.learner_processes)

@@ -1,6 +1,6 @@
 """Plan of a run: the configured rates, the effect of single changes, and the best setting for a machine."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -137,11 +137,15 @@ def make_plan(
     changes = try_changes(single_changes(setup, measures, per_worker_of(config)), configured.estimate, effort, echo)
     by_staleness = try_changes(_bounds(setup, measures), configured.estimate, effort, echo)
     quick = replace(Effort.for_batch(setup.batch, episodes // 3), seeds=1)
-
-    def fits(way: Division) -> bool:
-        return machine.cpus is None or sizes.cpus(way.setup, way.learner_processes) <= machine.cpus
-
-    division = _recommend(ways, quick, per_worker_of(config), fits, echo)
+    per_worker = per_worker_of(config)
+    choices = [
+        replace(way, setup=wide)
+        for way in ways
+        for wide in _with_more_groups(way, per_worker, sizes.workers_within(machine, way.setup, way.learner_processes))
+    ]
+    if sizes.fit(machine, setup, sizes.learner_processes):
+        choices.append(Division(setup, measures, sizes.learner_processes))
+    division = _recommend(choices, quick, echo)
     return Plan(
         configured=configured,
         recommended=setting(division),
@@ -170,26 +174,28 @@ def try_changes(
     return results
 
 
-def _recommend(
-    ways: Sequence[Division],
-    effort: Effort,
-    per_worker: int,
-    fits: Callable[[Division], bool],
-    echo: Callable[[str], None],
-) -> Division:
+def _with_more_groups(way: Division, per_worker: int, most_workers: float) -> Iterator[Setup]:
+    """Yield a division's setup with `GROUP_FACTORS`, or else with the groups that its workers hold."""
+    limits = way.setup.limits
+    most = max(most_workers * per_worker / (limits.group_size + limits.redundancy), 1)
+    counts = [max(round(limits.groups_per_step * factor), 1) for factor in GROUP_FACTORS]
+    for groups in [count for count in counts if count <= most] or [int(most)]:
+        setup = with_groups(way.setup, way.measures, groups, per_worker).setup
+        workers = int(min(setup.num_workers, most_workers))
+        yield replace(setup, num_workers=workers, slots=workers * per_worker)
+
+
+def _recommend(choices: Iterable[Division], effort: Effort, echo: Callable[[str], None]) -> Division:
     """Return the fewest engines and groups, then the least staleness, of nearly the best rate."""
-    choices: list[tuple[float, Division]] = []
-    for division in ways:
-        for factor in GROUP_FACTORS:
-            groups = max(round(division.setup.limits.groups_per_step * factor), 1)
-            echo(f"{division.setup.num_replicas} engines, {groups} groups in play")
-            wide = with_groups(division.setup, division.measures, groups, per_worker).setup
-            wide = replace(wide, limits=replace(wide.limits, max_staleness=BOUNDS[-1]))
-            changed = replace(division, setup=wide)
-            if factor == GROUP_FACTORS[0] or fits(changed):
-                choices.append((estimate(wide, division.measures, effort).trajectories_per_s, changed))
-    best = max(rate for rate, _ in choices)
-    enough = [division for rate, division in choices if rate >= ENOUGH * best]
+    rated: list[tuple[float, Division]] = []
+    for division in choices:
+        limits = replace(division.setup.limits, max_staleness=BOUNDS[-1])
+        echo(f"{division.setup.num_replicas} engines, {limits.max_groups_in_flight} groups in play")
+        wide = replace(division.setup, limits=limits)
+        rate = estimate(wide, division.measures, effort).trajectories_per_s
+        rated.append((rate, replace(division, setup=wide)))
+    best = max(rate for rate, _ in rated)
+    enough = [division for rate, division in rated if rate >= ENOUGH * best]
     chosen = min(enough, key=lambda each: (each.setup.num_replicas, each.setup.limits.max_groups_in_flight))
     return replace(chosen, setup=_with_least_staleness(chosen, ENOUGH * best, effort))
 

@@ -11,7 +11,7 @@ from offbeat.deploy.config.loader import read_run
 from offbeat.deploy.plan.changes import single_changes
 from offbeat.deploy.plan.machine import Machine, PartSizes, divisions
 from offbeat.deploy.plan.memory import kv_bytes_per_token
-from offbeat.deploy.plan.plan import setup_of
+from offbeat.deploy.plan.plan import make_plan, setup_of
 from tests.deploy.plan.settings import measures_of
 from tests.paths import CONFIGS, QUICKSTART
 
@@ -164,6 +164,39 @@ def test_the_table_names_a_critics_processes():
     assert result.exit_code == 0, result.output
     tree = json.loads(result.stdout)["configured"]
     assert (tree["critic_processes"], tree["cpus"]) == (1, 1 + 0.5 + 1 + 1)
+
+
+CPU_ENGINES = ("actor_infer.device=cpu", "actor_infer.num_replicas=3")
+
+
+@pytest.mark.parametrize(
+    ("keys", "machine", "found"),
+    [
+        (("actor_train.device=cuda",), Machine(cpus=5), {(1, 1), (2, 1), (3, 1)}),
+        (("actor_train.device=cuda", "actor_infer.device=cuda", "actor_infer.num_replicas=2"), Machine(cpus=32),
+         {(1, 1), (2, 1)}),
+        (CPU_ENGINES, Machine(gpus=1), {(3, 1)}),
+        ((*CPU_ENGINES, "actor_train.device=cpu"), Machine(gpus=1), {(3, 1)}),
+    ],
+)  # fmt: skip
+def test_what_has_no_limit_stays_as_configured(keys: tuple[str, ...], machine: Machine, found: set[tuple[int, int]]):
+    """Engines and learner processes."""
+    config = read_run(QUICKSTART, list(keys))
+    parts = divisions(machine, PartSizes.of(config, machine), setup_of(config), measures_of(train_s=1.0))
+    assert {(division.setup.num_replicas, division.learner_processes) for division in parts} == found
+
+
+@pytest.mark.parametrize("per_worker", [16, 4])
+def test_a_recommendation_fits_its_machine_and_is_no_slower_than_the_configured_setting(per_worker: int):
+    """A batch's groups need 16 workers, of half a core each."""
+    keys = [
+        f"rollout.max_env_num_per_worker={per_worker}", "rollout.num_workers=4", "train_env_manager.num_env_groups=8",
+        "rollout_batch_size=256",
+    ]  # fmt: skip
+    made = make_plan(read_run(QUICKSTART, keys), measures_of(train_s=0.2), machine=Machine(cpus=4), episodes=300)
+    assert made.recommended.cpus <= 4
+    rates = [each.estimate.trajectories_per_s for each in (made.configured, made.recommended)]
+    assert rates[1] > 0.95 * rates[0]
 
 
 def test_learner_processes_train_faster_on_more_gpus():
