@@ -88,7 +88,7 @@ def buffer_limits(config: LearnerRunConfig) -> BufferLimits:
     manager = config.train_env_manager
     return BufferLimits(
         group_size=manager.group_size,
-        redundancy=manager.group_size_redundancy,
+        redundancy=0 if config.reads_data else manager.group_size_redundancy,
         groups_per_step=config.groups_per_step,
         max_staleness=config.max_staleness,
         max_groups_in_flight=manager.num_env_groups,

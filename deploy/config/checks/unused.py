@@ -17,8 +17,8 @@ SERVED_ONLY = ("queue_timeout_s", "cpus_per_replica")
 """Of `rewards`, used only by replicas."""
 CALLS = ("max_generation_retry_s", "coalesce_s", "max_turns_per_call")
 """Of `rollout`, used only by calls of engines."""
-TASKS = ("tags", "num_groups_partition", "task_sampler")
-"""Of `train_env_manager`, used only by tasks of envs."""
+TASKS = ("tags", "num_groups_partition", "task_sampler", "group_size_redundancy")
+"""Of `train_env_manager`, used only by tasks of envs: a row's group has as many members as its pipeline."""
 VERDICTS = {"max_score": ("score", "rubric"), "rubric_key": ("rubric",), "compared_key": ("pairwise",)}
 """Keys of a judge -> verdicts that use them."""
 LEAVE_OUT = "leave it out"

@@ -95,6 +95,12 @@ def judge(**settings: Any) -> Settings:
             LAKE | {"train_env_manager": {"tags": ["lake"]}},
         ),
         (
+            SFT | {"train_env_manager": {"group_size_redundancy": 1}},
+            "train_env_manager.group_size_redundancy",
+            "has no effect with pipeline: sft",
+            RLVR | {"train_env_manager": {"group_size_redundancy": 1}},
+        ),
+        (
             SFT | {"weights": {"dtype": "bfloat16"}},
             "weights.dtype",
             "samples nothing without custom_envs",
