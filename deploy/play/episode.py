@@ -22,6 +22,7 @@ from offbeat.services.messages.types import (
 from offbeat.services.rollout.envs.runners import (
     Opening,
     StepResult,
+    call_env,
     do_reset,
     do_step,
     read_traits,
@@ -47,15 +48,15 @@ class TracedEnv:
     frames: list[Frame | None] = field(default_factory=list["Frame | None"])
 
     async def reset(self, seed: int) -> Opening:
-        opening = do_reset(self.env, seed)
+        opening = call_env("reset_error", do_reset, self.env, seed)
         self._record_observation(opening.observation)
         return opening
 
     async def image(self) -> bytes:
-        return render_png(self.env)
+        return call_env("image_error", render_png, self.env)
 
     async def step(self, action: str) -> StepResult:
-        result = do_step(self.env, action)
+        result = call_env("step_error", do_step, self.env, action)
         self.answers.append(action)
         self.write(_line("action", repr(action)))
         metrics = "  ".join(f"{name} {value:g}" for name, value in result.metrics.items())

@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.play.agents import TextSampler, make_random_agent
@@ -24,6 +25,8 @@ from offbeat.services.rollout.envs.runners import (
     EnvTraits,
     Opening,
     StepResult,
+    call_env,
+    close_quietly,
     do_reset,
     do_step,
     read_traits,
@@ -72,13 +75,13 @@ class _LocalEnv:
         self.env = env
 
     async def reset(self, seed: int) -> Opening:
-        return do_reset(self.env, seed)
+        return call_env("reset_error", do_reset, self.env, seed)
 
     async def step(self, action: str) -> StepResult:
-        return do_step(self.env, action)
+        return call_env("step_error", do_step, self.env, action)
 
     async def image(self) -> bytes:
-        return render_png(self.env)
+        return call_env("image_error", render_png, self.env)
 
 
 def build_tasks(config: RunConfig, request: EpisodeRequest, rows: AnsweredRows | None = None) -> list[Task]:
@@ -176,12 +179,12 @@ async def _play(
             if request.kind is EpisodeKind.EVAL
             else env_config
         )
-        made = registry.make(target.env.env_type, held_out)
+        made = call_env("make_error", registry.make, target.env.env_type, held_out)
         try:
-            agent = make_random_agent(made, request.seed * 1_000_003 + number)
+            agent = partial(call_env, "answer_error", make_random_agent(made, request.seed * 1_000_003 + number))
             return await run(_LocalEnv(made), read_traits(made), TextSampler(agent, chat))
         finally:
-            made.close()
+            close_quietly(made)
     lease = await pool.take(task.tag, request.kind)
     finished = False
     try:

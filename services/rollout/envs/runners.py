@@ -153,8 +153,8 @@ def _text(observation: object) -> str:
     return observation
 
 
-def _call(reason: str, function: Callable[..., T], *args: Any) -> T:
-    """Translate all exceptions, including SystemExit."""
+def call_env(reason: str, function: Callable[..., T], *args: Any) -> T:
+    """Call an env's code; raise EpisodeError for all exceptions, including SystemExit."""
     try:
         return function(*args)
     except (Exception, SystemExit) as error:
@@ -188,7 +188,7 @@ class InlineEnv:
 
     def _run_checked(self, reason: str, function: Callable[..., T], *args: Any) -> T:
         try:
-            return _call(reason, function, *args)
+            return call_env(reason, function, *args)
         except EpisodeError:
             self.healthy = False
             raise
@@ -247,7 +247,7 @@ class ThreadEnv:
     async def _run(self, operation: str, timeout_s: float, function: Callable[[], T]) -> T:
         def call() -> T:
             try:
-                return _call(f"{operation}_error", function)
+                return call_env(f"{operation}_error", function)
             finally:
                 with self._flags:
                     self._busy = False

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import numpy as np
@@ -178,6 +179,50 @@ def test_inspect_shows_the_evaluations_of_a_run(tmp_path: Path):
     (tmp_path / "evaluations" / "after-sampled-5.jsonl").write_text(row)
     done = offbeat("inspect", tmp_path)
     assert "== episode 0: T, seed 1: reward 1, success ==\nsys\nsee\ndo" in done.output
+
+
+FLAKY = """
+import gymnasium
+class Flaky(gymnasium.Env):
+    steps = 0
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return "a", {}
+    def step(self, action):
+        Flaky.steps += 1
+        if Flaky.steps % 3 == 0:
+            raise KeyError("boom")
+        return "a", 1.0, Flaky.steps > 20, False, {"success": True}
+"""
+
+
+@pytest.mark.parametrize(("rule", "num_rows"), [("", 6), (", on_env_error: {reward: -1}", 8)])
+def test_an_error_of_an_env_costs_one_random_episode(
+    rule: str, num_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    name = f"flaky_{num_rows}"
+    (tmp_path / f"{name}.py").write_text(FLAKY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run, out = tmp_path / "run.yaml", tmp_path / "out.jsonl"
+    run.write_text(
+        f"exp_name: own\noutput_dir: {tmp_path / 'runs'}\n"
+        f"custom_envs: {{F: {{env_type: '{name}:Flaky', max_steps: 1, max_tokens_per_step: 2{rule}}}}}\n"
+        "train_env_manager: {num_env_groups: 4, group_size: 2}\nrollout_batch_size: 8\nmax_steps: 10\n"
+    )
+    done = offbeat("rollout", run, "--agent", "random", "--episodes", 8, "--out", out)
+    assert done.exit_code == 0, done.output
+    assert ("could not be played: step_error" in done.output) == (num_rows < 8)
+    rewards = [json.loads(line)["reward"] for line in out.read_text().splitlines()]
+    assert len(rewards) == num_rows
+    assert rewards.count(-1.0) == (2 if num_rows == 8 else 0)
+
+
+def test_an_error_of_an_env_ends_play_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "flaky_play.py").write_text(FLAKY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    done = offbeat("play", "flaky_play:Flaky", "--agent", "random")
+    assert done.exit_code == 2
+    assert done.output.rstrip().endswith("step_error: KeyError: 'boom'")
 
 
 def test_mistakes_are_reported_in_a_line_and_end_with_2(folder: Path, recorded: Path, tmp_path: Path):
