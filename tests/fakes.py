@@ -113,6 +113,8 @@ class FakeLearnerBuffer:
     """Newest version that earlier learners have published."""
     taught: list[str] = field(default_factory=list[str])
     """States of the task sampler, as they came."""
+    refilled: dict[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
+    """Entry id -> step and reason, of groups that the present learner has refilled."""
     _delivered: int = 0
 
     def reconnect(self) -> None:
@@ -134,6 +136,17 @@ class FakeLearnerBuffer:
 
         self.moments.pass_by(f"drop {group.number}", act)
 
+    def refill(self, group: Group, reason: str, step: int) -> None:
+        self.moments.pass_by(
+            f"refill {group.number}", lambda: self.refilled.__setitem__(group.entry_id, (step, reason))
+        )
+
+    def _drop_refilled(self, step: int) -> None:
+        for entry_id, (at, reason) in list(self.refilled.items()):
+            if at <= step:
+                del self.refilled[entry_id]
+                self.dropped += [(number, reason) for number in self._remove([entry_id])]
+
     def close(self, reason: str) -> int:
         """Unlike the real one, without a moment: it is the last call of a run."""
         numbers = self._remove([group.entry_id for group in self.stream])
@@ -146,6 +159,7 @@ class FakeLearnerBuffer:
         def act() -> None:
             gone.extend(self._remove(entry_ids))
             self.trained.extend(gone)
+            self._drop_refilled(step)
 
         self.moments.pass_by(f"ack {step}", act)
         return len(gone)
@@ -180,6 +194,8 @@ class FakeLearnerBuffer:
         missing = [group.entry_id for group in self.stream if group.number in numbers]
         if missing:
             self.ack(missing, proof.step)
+        self._drop_refilled(proof.step)
+        self.refilled.clear()
         return Reconciled(1, is_new=False)
 
     def newest_version(self) -> int:

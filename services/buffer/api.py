@@ -254,12 +254,18 @@ class LearnerBuffer(Protocol):
         """Drop and replace a group, counted by `reason`."""
         ...
 
+    def refill(self, group: Group, reason: str, step: int) -> None:
+        """Replace a group in the batch that leads to `step`: the step's `ack` drops it, counted by `reason`; until then a
+        successor takes it again.
+        """
+        ...
+
     def close(self, reason: str) -> int:
         """Drop all groups in flight of a finished run; return their number; idempotent."""
         ...
 
     def ack(self, entry_ids: Sequence[str], step: int) -> int:
-        """Remove groups in the checkpoint of `step`; return their number; idempotent."""
+        """Remove groups in the checkpoint of `step`, and drop refilled ones; return the number of the former; idempotent."""
         ...
 
     def start_eval(self, eval_id: str, num_episodes: int, *, sampling_name: str, min_version: int) -> None:

@@ -76,6 +76,8 @@ class RedisLearnerBuffer:
         self._unannounced: Reconciled | None = None
         self._held: dict[int, int] = {}
         """Number -> version at admission, of groups neither acknowledged nor dropped."""
+        self._refilled: dict[int, tuple[int, str]] = {}
+        """Number -> step and reason, of held groups that were replaced."""
         self._numbers: dict[str, int] = {}
         """Entry id as delivered -> number."""
         self._entries: dict[int, str] = {}
@@ -111,7 +113,7 @@ class RedisLearnerBuffer:
                     "entries": list(proof.entry_ids),
                     "step": proof.step,
                     "trained": proof.num_trained,
-                    "held": list(self._held.items()),
+                    "held": [(n, version, *self._refilled.get(n, (0, ""))) for n, version in self._held.items()],
                     "next": next_number or proof.num_trained,
                     "all_known": num_known >= proof.num_trained,
                     "changes": self._changes,
@@ -192,11 +194,19 @@ class RedisLearnerBuffer:
     def drop(self, group: Group, reason: str) -> None:
         self._call("finish", self._epoch, "dropped", reason, "", "", entry_ids=[group.entry_id])
 
+    def refill(self, group: Group, reason: str, step: int) -> None:
+        with self._lock:  # before the call: a reconciliation in between marks it again
+            self._refilled[group.number] = step, reason
+        self._call("refill", self._epoch, step, reason, entry_ids=[group.entry_id], released=())
+
     def close(self, reason: str) -> int:
         return int(self._call("close", self._epoch, reason))
 
     def ack(self, entry_ids: Sequence[str], step: int) -> int:
-        return int(self._call("finish", self._epoch, "trained", step, "", "", entry_ids=entry_ids))
+        with self._lock:
+            refilled = {number for number, (until, _) in self._refilled.items() if until <= step}
+            released = [*entry_ids, *(entry_id for entry_id, number in self._numbers.items() if number in refilled)]
+        return int(self._call("finish", self._epoch, "trained", step, "", "", entry_ids=entry_ids, released=released))
 
     def adopt(self, step: int) -> Boundary:
         paused, desired, flat = self._call("adopt", self._epoch, step)
@@ -260,8 +270,10 @@ class RedisLearnerBuffer:
     def snapshot(self) -> Snapshot:
         return snapshot_from(self._run("snapshot"))
 
-    def _call(self, name: str, *args: Argument, entry_ids: Sequence[str] = ()) -> Any:
-        """Run a script, after reconciling if needed. entry_ids: groups held no longer."""
+    def _call(
+        self, name: str, *args: Argument, entry_ids: Sequence[str] = (), released: Sequence[str] | None = None
+    ) -> Any:
+        """Run a script, after reconciling if needed. released: groups held no longer, by default those of `entry_ids`."""
         while True:
             self._announce()
             with self._lock:
@@ -271,7 +283,7 @@ class RedisLearnerBuffer:
                 except ReconcileError:
                     self._recover()
                     continue
-                self._release(entry_ids)
+                self._release(entry_ids if released is None else released)
                 return reply
 
     def _hold(self, group: Group) -> None:
@@ -284,6 +296,7 @@ class RedisLearnerBuffer:
             if number is not None:
                 self._held.pop(number, None)
                 self._entries.pop(number, None)
+                self._refilled.pop(number, None)
 
     def _recover(self) -> None:
         if self._prove is None:

@@ -1,6 +1,7 @@
 """Intake of a step's groups.
 
-Invariants: every group is trained, masked or dropped with a reason; only the groups and their order decide.
+Invariants: every group is trained, masked, refilled or dropped with a reason; only the groups and their order decide, so a
+repeated step meets again those that it refilled.
 """
 
 import logging
@@ -109,12 +110,13 @@ class GroupIntake:
         has_signal = carries_signal(group, self.config, shaped)
         if not has_signal and self.config.zero_variance == "refill":
             if len(taken.refilled) < round(self.config.max_refill_ratio * self.groups_per_step):
+                self.buffer.refill(group, NO_SIGNAL, step + 1)
                 taken.refilled.append(group)
-                self._drop(group, NO_SIGNAL, taken)
+                taken.dropped[NO_SIGNAL] = len(taken.refilled)
                 return True
             if not taken.masked:
                 logger.warning(
-                    "step %d: %d groups without signal dropped (max_refill_ratio); further ones are masked",
+                    "step %d: %d groups without signal refilled (max_refill_ratio); further ones are masked",
                     step,
                     len(taken.refilled),
                 )

@@ -284,7 +284,7 @@ class Learner:
         bound = math.inf if self._config.buffer.stale_policy == "train" else self._settings.max_staleness
         self._ledger.write_step(self._step, taken, max_staleness=bound, skipped=skipped, replayed=replayed)
         self._checkpointer.add_consumed(taken.entry_ids)
-        self._next_number = max([self._next_number, *(group.number + 1 for group in taken.groups)])
+        self._next_number = max([self._next_number, *(each.number + 1 for each in (*taken.groups, *taken.refilled))])
 
     def _raise_on_repeated_skips(self) -> None:
         if self._num_skipped >= self._config.actor_train.training_args.max_skipped_steps:

@@ -13,7 +13,7 @@ class StepGroups:
     masked: list[Group] = field(default_factory=list[Group])
     """Without signal; counted only in loss denominators."""
     refilled: list[Group] = field(default_factory=list[Group])
-    """Zero-signal groups replaced by fresh ones."""
+    """Groups without signal, replaced by others; they stay in the buffer until the step's checkpoint."""
     num_stale: int = 0
     """Kept beyond `max_staleness` (`stale_policy: train`)."""
     dropped: dict[str, int] = field(default_factory=dict[str, int])

@@ -49,6 +49,8 @@ class StepLine:
     """True for a non-finite gradient."""
     at: float = 0.0
     """Unix time."""
+    refilled: tuple[int, ...] = ()
+    """Numbers of groups without signal that others replaced; empty in ledgers of earlier builds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +138,9 @@ class StepLedger:
         members = [_member_row(group) for group in taken.groups]
         bound = max_staleness if math.isfinite(max_staleness) else None
         again = {"again": [group.number for group in replayed.groups]} if replayed.groups else {}
-        self._write(
-            {"step": step, "groups": groups, "max_staleness": bound, "skipped": skipped, "members": members, **again}
-        )
+        refilled = {"refilled": [group.number for group in taken.refilled]} if taken.refilled else {}
+        line = {"step": step, "groups": groups, "max_staleness": bound, "skipped": skipped, "members": members}
+        self._write({**line, **again, **refilled})
 
     def sync(self) -> None:
         self._lines.sync()
@@ -223,6 +225,7 @@ def parse_journal_line(row: Mapping[str, Any]) -> JournalLine | None:
             for (n, v, c), (tag, rewards, tokens) in zip(row["groups"], members, strict=True)
         )
         bound = math.inf if row["max_staleness"] is None else float(row["max_staleness"])
-        return StepLine(int(row["step"]), epoch, groups, bound, bool(row["skipped"]), float(row.get("at", 0.0)))
+        skipped, refilled = bool(row["skipped"]), tuple(map(int, row.get("refilled", ())))
+        return StepLine(int(row["step"]), epoch, groups, bound, skipped, float(row.get("at", 0.0)), refilled)
     except (ValueError, TypeError, KeyError):
         return None

@@ -30,7 +30,8 @@ end
 local num_missing, own, free = 0, nil, nil
 for _, entry in ipairs(redis.call('XRANGE', STREAM, '-', '+')) do
   local blobs = blobs_key('t:' .. entry[2][2])
-  if entry[2][7] ~= 'lost' and redis.call('HEXISTS', blobs, key) == 0 and redis.call('EXISTS', blobs) == 1 then
+  local is_used = entry[2][7] ~= 'lost' and redis.call('HEXISTS', REFILLED, entry[2][2]) == 0
+  if is_used and redis.call('HEXISTS', blobs, key) == 0 and redis.call('EXISTS', blobs) == 1 then
     num_missing = num_missing + 1
     local name, at = holder(blobs)
     if name == scorer then

@@ -18,4 +18,5 @@ for _, entry in ipairs(redis.call('XRANGE', STREAM, '-', '+')) do
   count_out(entry[2][2], 'dropped', reason)
   count = count + 1
 end
+redis.call('DEL', REFILLED)
 return count

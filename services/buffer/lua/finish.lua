@@ -1,8 +1,9 @@
--- Take groups out of the stream for good: trained (their checkpoint is durable) or dropped.
+-- Take groups out of the stream for good: trained (their checkpoint is durable) or dropped. Groups that the checkpoint's steps have
+-- refilled are dropped with the trained ones.
 --
 -- ARGV     1 epoch, 2 `trained` or `dropped`, 3 the step of the checkpoint, or the reason, 4 why blobs are unreadable,
 --          5 members whose blobs are kept in quarantine, comma-separated, 6... entry ids
--- Returns  how many were still in; FENCED
+-- Returns  how many of the entries were still in; FENCED
 -- Invariants  an entry is counted once, whatever is repeated; the entry, its pending mark and its blobs go together.
 local epoch, outcome, detail, complaint, unreadable = unpack(ARGV)
 local QUARANTINE_KEPT = 16
@@ -27,13 +28,27 @@ for i = 6, #ARGV do
     ids[#ids + 1], blobs[#blobs + 1], numbers[#numbers + 1] = entry[1], blobs_key(unit), number
   end
 end
+local count, refilled = #ids, outcome == 'trained' and refilled_until(tonumber(detail)) or {}
+for _, row in ipairs(refilled) do
+  local number, id = unpack(row)
+  if seen[id] or #redis.call('XRANGE', STREAM, id, id) == 0 then
+    row[3] = nil
+  else
+    ids[#ids + 1], blobs[#blobs + 1] = id, blobs_key('t:' .. number)
+  end
+  redis.call('HDEL', REFILLED, number)
+end
 if #ids == 0 then return 0 end
+call_in_parts(numbers, 'HDEL', REFILLED)
 call_in_parts(ids, 'XACK', STREAM, LEARNER)
 call_in_parts(ids, 'XDEL', STREAM)
 call_in_parts(blobs, 'DEL')
-if outcome == 'trained' then redis.call('HINCRBY', LEDGER, 'trained', #ids) end
+if outcome == 'trained' then redis.call('HINCRBY', LEDGER, 'trained', count) end
 for _, number in ipairs(numbers) do
   if outcome == 'trained' then record(number, 'trained', detail) else count_out(number, outcome, detail) end
 end
+for _, row in ipairs(refilled) do
+  if row[3] then count_out(row[1], 'dropped', row[3]) end
+end
 ring(outcome)
-return #ids
+return count

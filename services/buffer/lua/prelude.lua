@@ -26,6 +26,8 @@
 --   idle              zset    worker -> places for members of groups that its last claim left free
 --   bell:<worker>     stream  that it was woken; its last entry
 --   life              stream  events of groups, trimmed
+--   refilled          hash    number of each group that its step replaces -> step (as in `trained`), entry id and reason: it stays in
+--                             the stream, for a learner that repeats the step, and is dropped with the step's checkpoint
 --   quarantine        list    newest undecodable blobs
 --   sampler           string  state of the task sampler
 --
@@ -53,6 +55,7 @@ local STREAM, WORKERS, LIFE, QUARANTINE = ROOT .. ':stream', ROOT .. ':workers',
 local QUEUE_TRAIN, QUEUE_EVAL = ROOT .. ':queue:t', ROOT .. ':queue:e'
 local LEARNER = 'learner'
 local SAMPLER, SCORED, IDLE = ROOT .. ':sampler', ROOT .. ':scored', ROOT .. ':idle'
+local REFILLED = ROOT .. ':refilled'
 local LIFE_KEPT, BELL_KEPT, REASONS_KEPT = 100000, 128, 64
 local UNPACKED = 1000 -- maximum arguments per command; even, to keep pairs together
 
@@ -115,6 +118,20 @@ end
 local function record(number, event, detail)
   local ordinal = redis.call('HINCRBY', LEDGER, 'events', 1)
   redis.call('XADD', LIFE, 'MAXLEN', '~', LIFE_KEPT, '*', 'n', number, 'e', event, 'd', detail, 'i', ordinal)
+end
+
+-- Refilled groups of steps up to `step`, as {number, entry id, reason}.
+local function refilled_until(step)
+  local rows, flat = {}, redis.call('HGETALL', REFILLED)
+  for i = 1, #flat, 2 do
+    local at, id, reason = string.match(flat[i + 1], '^(%d+) (%S+) (.*)$')
+    if tonumber(at) <= step then rows[#rows + 1] = {flat[i], id, reason} end
+  end
+  table.sort(rows, function(a, b) return tonumber(a[1]) < tonumber(b[1]) end)
+  return rows
+end
+local function mark_refilled(number, step, id, reason)
+  redis.call('HSET', REFILLED, number, step .. ' ' .. id .. ' ' .. reason)
 end
 
 -- True for a learner that a newer one has replaced (or whose lease this Redis never gave).

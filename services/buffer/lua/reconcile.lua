@@ -6,7 +6,8 @@
 --          entries   entry ids that it contains, where `saved` does not list them
 --          step      step of that checkpoint
 --          trained   how many groups that checkpoint contains; steps of another run, whose numbers `saved` lacks, included
---          held      {{number, version}, ...}: groups that this learner took and has neither saved nor dropped
+--          held      {{number, version, step, reason}, ...}: groups that this learner took and has neither saved nor dropped;
+--                    step and reason of those that it has refilled (see refill.lua), else 0 and nothing
 --          next      lowest number that was certainly not given out
 --          all_known whether `saved` lists all that are trained
 --          changes   {{change, step}, ...}: changes of settings that the learner has adopted, in order
@@ -15,7 +16,8 @@
 -- Returns  {incarnation, 1 if it is new, groups added (Redis had lost them and their numbers) or, negative, given up, groups
 --          corrected, {number, entry id, ...} of held groups}; FENCED, FOREIGN
 -- Invariants  afterwards no saved group is in the stream, played or queued; each held one is in the stream, without blobs if
---          they are lost (a successor drops it as `lost`); numbers that nobody knows are dropped as `lost`; trained is
+--          they are lost (a successor drops it as `lost`); groups that the checkpoint's steps have refilled are dropped, and of
+--          others those that this learner has refilled stay so; numbers that nobody knows are dropped as `lost`; trained is
 --          what the checkpoint says; the identity of the ledger holds, and events tell of every correction. Repeating it
 --          changes nothing.
 local epoch, uid, nonce, proof = ARGV[1], ARGV[2], ARGV[3], cmsgpack.unpack(ARGV[4])
@@ -101,6 +103,18 @@ local function save_entries(step, ids)
   end
 end
 
+-- Drop a group that a step of the checkpoint has refilled.
+local function drop_refilled(number, reason)
+  local entry = streamed[number]
+  if touched[number] or not entry then return end
+  redis.call('XACK', STREAM, LEARNER, entry[1])
+  redis.call('XDEL', STREAM, entry[1])
+  redis.call('DEL', blobs_key('t:' .. number))
+  streamed[number], touched[number] = nil, true
+  corrected = corrected + 1
+  count_out(number, 'dropped', reason)
+end
+
 local function hold(number, version)
   if touched[number] then return nil end
   touched[number] = true
@@ -122,11 +136,15 @@ restore_limits()
 lift_events()
 for _, row in ipairs(proof.saved) do save(row[1], row[2]) end
 save_entries(proof.step, proof.entries)
+for _, row in ipairs(refilled_until(proof.step)) do drop_refilled(tonumber(row[1]), row[3]) end
+redis.call('DEL', REFILLED)
 local entries = {}
 for _, row in ipairs(proof.held) do
-  local entry = hold(row[1], row[2])
+  local number, version, step, reason = unpack(row)
+  local entry = hold(number, version)
   if entry then
-    entries[#entries + 1] = row[1]
+    if step > 0 then mark_refilled(number, step, entry, reason) end
+    entries[#entries + 1] = number
     entries[#entries + 1] = entry
   end
 end

@@ -102,6 +102,8 @@ def more(*rows: tuple[int, str, str]) -> list[LifeEvent]:
         ({"journal": [*JOURNAL, step(4, 5, version=1)]}, "group 5 was trained at step 4 with a lag of 2, above 1"),
         ({"journal": [*JOURNAL, step(4, 5, version=4)]}, "group 5 of step 4 holds tokens of the later version 4"),
         ({"journal": [*JOURNAL, ResumedLine(2, 2, 0), step(3, 5, epoch=2)]}, "step 3 was repeated on groups [5]"),
+        ({"journal": [*JOURNAL, ResumedLine(2, 2, 0), replace(step(3, 3, epoch=2), refilled=(4,))]},
+         "step 3 was repeated with groups [4] refilled, and had refilled []"),
         ({"journal": [*JOURNAL, ResumedLine(7, 2, 0)]}, "resumed from step 7, but the ledger ends at step 3"),
         ({"checkpoints": {2: "model.safetensors is damaged"}}, "step-000002 can't be used: model.safetensors is damaged"),
         ({"checkpoints": {1: ""}}, "acknowledged for step 2, but the newest whole checkpoint is of step 1"),

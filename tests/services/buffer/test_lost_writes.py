@@ -16,6 +16,7 @@ from offbeat.services.buffer.admin import configure_buffer
 from offbeat.services.buffer.api import Proof, Reconciled
 from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.buffer.learner_client import RedisLearnerBuffer
+from offbeat.services.buffer.scripts import BufferKeys
 from offbeat.services.buffer.worker_client import AsyncRolloutBuffer
 from offbeat.services.errors import FencedError, ReconcileError
 from offbeat.services.keys import RunKeys
@@ -227,6 +228,44 @@ async def test_a_learner_that_lives_keeps_what_it_has_trained_since_its_checkpoi
     successor = world.learner(step=1)
     assert [group.number for group in successor.train()] == [2, 3]
     successor.die()
+
+
+async def test_a_learner_that_lives_keeps_what_it_has_refilled(world: World):
+    """What its steps have refilled is dropped with their checkpoint, whatever Redis remembers of it."""
+    learner = world.learner()
+    world.copy()  # nothing was admitted
+    await world.play(world.worker, 3)
+    refilled = learner.buffer.take(0)
+    assert refilled is not None
+    learner.buffer.refill(refilled, "no_signal", 1)
+    groups = learner.train()
+    await world.lose()
+    assert learner.buffer.take(0) is None
+    assert learner.buffer.counters().in_flight == 3
+    assert world.redis.hkeys(f"{BufferKeys(RUN).root}:refilled") == [b"0"]
+    learner.durable = 1
+    assert learner.buffer.ack([group.entry_id for group in groups], 1) == 2
+    counters = learner.buffer.counters()
+    assert (counters.trained, counters.dropped, counters.in_flight) == (2, {"no_signal": 1}, 0)
+    world.counters_add_up(learner)
+    learner.die()
+
+
+async def test_a_refilled_group_of_a_lost_acknowledgement_is_dropped_again(world: World):
+    learner = world.learner()
+    await world.play(world.worker, 3)
+    refilled = learner.buffer.take(0)
+    assert refilled is not None
+    learner.buffer.refill(refilled, "no_signal", 1)
+    groups = learner.train()
+    world.copy()
+    learner.durable = 1
+    learner.buffer.ack([group.entry_id for group in groups], 1)
+    await world.lose()
+    assert learner.buffer.take(0) is None
+    counters = learner.buffer.counters()
+    assert (counters.trained, counters.dropped, counters.in_flight) == (2, {"no_signal": 1}, 0)
+    learner.die()
 
 
 async def test_what_was_trained_but_neither_saved_nor_remembered_is_dropped_as_lost(world: World):

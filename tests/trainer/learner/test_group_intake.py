@@ -89,23 +89,25 @@ def test_a_group_of_weights_that_this_run_never_published_is_dropped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "consumed", "computed", "dropped"),
+    ("policy", "consumed", "computed", "refilled"),
     [
-        ("mask", [0, 1], [1], []),
-        ("refill", [1, 2], [1, 2], [(0, "no_signal")]),
-        ("train", [0, 1], [0, 1], []),
+        ("mask", [0, 1], [1], {}),
+        ("refill", [1, 2], [1, 2], {"1-0": (5, "no_signal")}),
+        ("train", [0, 1], [0, 1], {}),
     ],
 )
 def test_a_group_without_variance(
-    policy: str, consumed: list[int], computed: list[int], dropped: list[tuple[int, str]]
+    policy: str, consumed: list[int], computed: list[int], refilled: dict[str, tuple[int, str]]
 ) -> None:
-    groups = [make_group(0, rewards=(1.0, 1.0)), make_group(1), make_group(2)]
-    taken, buffer = take(groups, zero_variance=policy)
+    groups = [make_group(0, rewards=(1.0, 1.0), version=4), make_group(1, version=4), make_group(2, version=4)]
+    taken, buffer = take(groups, step=4, zero_variance=policy)
     assert taken is not None
     assert [group.number for group in taken.groups] == consumed
     assert [group.number for group in taken.trained] == computed
-    assert [group.number for group in taken.refilled] == [number for number, _ in dropped]
-    assert buffer.dropped == dropped
+    assert [group.entry_id for group in taken.refilled] == [*refilled]
+    assert taken.dropped == ({"no_signal": 1} if refilled else {})
+    assert buffer.refilled == refilled
+    assert not buffer.dropped
 
 
 def broken(how: str) -> Group:
@@ -146,11 +148,11 @@ def test_a_stop_ends_the_wait_and_takes_nothing_out() -> None:
 
 
 def test_refilling_is_bounded() -> None:
-    """On a solved task no group has a signal: the step ends with masked groups instead of dropping groups forever."""
+    """On a solved task no group has a signal: the step ends with masked groups instead of refilling forever."""
     groups = [make_group(number, rewards=(1.0, 1.0)) for number in range(9)]
-    taken, buffer = take(groups, zero_variance="refill", max_refill_ratio=2.0)
+    taken, _ = take(groups, zero_variance="refill", max_refill_ratio=2.0)
     assert taken is not None
-    assert [number for number, _ in buffer.dropped] == [0, 1, 2, 3]
+    assert [group.number for group in taken.refilled] == [0, 1, 2, 3]
     assert [group.number for group in taken.masked] == [4, 5]
     assert not taken.trained
 

@@ -2,20 +2,22 @@
 
 import itertools
 import json
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from offbeat.deploy.audit.lineage import trace
 from offbeat.services.errors import FencedError
 from offbeat.trainer.data.step_batch import StepBatch
-from offbeat.trainer.learner.step_ledger import read_step_ledger
+from offbeat.trainer.learner.step_ledger import StepLine, read_step_ledger
 from offbeat.trainer.training.checkpoint import LearnerState
 from offbeat.trainer.training.checkpoint_store import CheckpointStore
-from tests.fakes import FakeTrainer, Moments, make_group
+from offbeat.trainer.training.optimizer_step import Gauges
+from tests.fakes import CrashError, FakeLearnerBuffer, FakeTrainer, Moments, make_group
 from tests.trainer.learner.harness import (
     GROUPS_PER_STEP,
     LearnerHarness,
@@ -58,6 +60,66 @@ def test_a_learner_killed_anywhere_gives_the_weights_of_an_intact_one(
     assert not harness.buffer.dropped
     assert harness.buffer.taught[-1] == undisturbed.buffer.taught[-1]
     assert len(json.loads(harness.buffer.taught[-1])["seen"]) == 12
+
+
+REFILL = {"zero_variance": "refill", "max_refill_ratio": 1.0}
+
+
+def fill_with(harness: LearnerHarness, signals: str) -> None:
+    """Let groups come of which `signals` says, over and over, whether they have a signal."""
+    numbers = itertools.count()
+
+    def fill(buffer: FakeLearnerBuffer) -> None:
+        number = next(numbers)
+        has_signal = signals[number % len(signals)] == "1"
+        buffer.stream.append(make_group(number, rewards=(0.0, 1.0) if has_signal else (1.0, 1.0)))
+
+    harness.buffer.on_empty = fill
+
+
+def record_rewards(trainer: FakeTrainer, batches: dict[int, object]) -> None:
+    """Keep what a learner's last try of each step got."""
+    train = trainer.train
+
+    def train_and_record(batch: StepBatch) -> Gauges:
+        batches[batch.step] = ([group.number for group in batch.groups], dict(batch.rewards_by_tag), batch.masked)
+        return train(batch)
+
+    trainer.train = train_and_record
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    crashes=st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, max_size=4),
+    signals=st.sampled_from(["00011", "011", "0001", "01"]),
+)
+@example(crashes=[(14, False)], signals="00011")
+def test_a_learner_killed_anywhere_refills_the_same_groups_again(crashes: list[tuple[int, bool]], signals: str) -> None:
+    """At the cap, too: of five groups two are refilled, one is masked, and two have a signal."""
+    config = learner_config(**REFILL, **CURRICULUM)
+    with TemporaryDirectory() as one, TemporaryDirectory() as two:
+        undisturbed, harness = LearnerHarness(Path(one), config), LearnerHarness(Path(two), config)
+        fill_with(undisturbed, signals)
+        fill_with(harness, signals)
+        expected, batches = dict[int, object](), dict[int, object]()
+        learner, trainer = undisturbed.learner()
+        record_rewards(trainer, expected)
+        learner.run()
+        for crash_at, after in crashes:
+            with suppress(CrashError):
+                learner, trainer = harness.learner(Moments(crash_at, after))
+                record_rewards(trainer, batches)
+                learner.run()
+        learner, trainer = harness.learner()
+        record_rewards(trainer, batches)
+        assert learner.run()
+        lines, _ = read_step_ledger(harness.folder)
+    assert batches == expected
+    assert trace(lines).findings == []
+    assert any(isinstance(line, StepLine) and line.refilled for line in lines)
+    assert harness.buffer.trained == undisturbed.buffer.trained
+    assert harness.buffer.dropped == undisturbed.buffer.dropped
+    assert harness.buffer.taught[-1] == undisturbed.buffer.taught[-1]
 
 
 def test_a_stopped_learner_leaves_a_checkpoint_of_its_last_whole_step(harness: LearnerHarness) -> None:
