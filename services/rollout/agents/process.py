@@ -100,10 +100,10 @@ class AgentProcess:
         finally:
             self.num_episodes -= 1
             self._answers.pop(number, None)
-        if "error" not in answer:
-            return answer.get("result")
         if answer["children"] and self._capacity == 1:
             await self.kill()
+        if "error" not in answer:
+            return answer.get("result")
         raise EpisodeError(REASONS[answer["kind"]], str(answer["error"]), str(answer["trace"]))
 
     async def kill(self, why: str = "its process was killed") -> None:

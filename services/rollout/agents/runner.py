@@ -1,8 +1,8 @@
 """Process of Python agents, run as a script by Python 3.10 or later, without Offbeat.
 
-JSON lines: `{"id", "path", "task"}` or `{"cancel": id}`; answers `{"id", "result"}` or `{"id", "error", "kind",
-"trace", "children"}`, and `{"can_cancel": true}` before the first coroutine. Invariants: the agent's stdout is stderr;
-the process ends with its parent and all descendants.
+JSON lines: `{"id", "path", "task"}` or `{"cancel": id}`; answers `{"id", "result", "children"}` or `{"id", "error",
+"kind", "trace", "children"}`, and `{"can_cancel": true}` before the first coroutine. Invariants: the agent's
+stdout is stderr; the process ends with its parent and all descendants.
 """
 
 import asyncio
@@ -72,6 +72,7 @@ class AgentServer:
         self._functions: dict[str, Any] = {}
         self._task_class = load_task_class()
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._children = LeftChildren()
 
     def serve(self, requests: Requests) -> None:
         """Answer plain functions sequentially, coroutine functions concurrently."""
@@ -86,6 +87,7 @@ class AgentServer:
                     asyncio.run(self._serve_all(requests, request))
                 if request["shared"]:
                     raise ValueError("agent_runner.episodes_per_process above 1 needs a coroutine function (async def)")
+                self._children.begin()
                 result = function(self._task_class(**request["task"]))
                 self._answer(request, asyncio.run(_await(result)) if inspect.isawaitable(result) else result)
             except (Exception, SystemExit) as error:
@@ -104,6 +106,7 @@ class AgentServer:
     async def _await(self, request: dict[str, Any]) -> None:
         try:
             function = self._find(request["path"])
+            self._children.begin()
             self._answer(request, await function(self._task_class(**request["task"])))
         except asyncio.CancelledError:
             self._send({"id": request["id"], "error": "cancelled", "kind": "cancelled", "trace": "", "children": False})
@@ -119,15 +122,17 @@ class AgentServer:
 
     def _answer(self, request: dict[str, Any], result: Any) -> None:
         try:
-            self._send({"id": request["id"], "result": result})
+            self._send({"id": request["id"], "result": result, "children": self._children.end()})
         except (TypeError, ValueError, RecursionError) as error:
             text = f"the agent returned {result!r:.200}, which is no JSON: {error}"
-            self._send({"id": request["id"], "error": text, "kind": "result", "trace": "", "children": False})
+            failure = {"error": text, "kind": "result", "trace": "", "children": self._children.end(has_failed=True)}
+            self._send({"id": request["id"], **failure})
 
     def _fail(self, request: dict[str, Any], error: BaseException) -> None:
         traceback.print_exc()
         message = f"{type(error).__name__}: {error}"
-        failure = {"error": message, "kind": "error", "trace": traceback.format_exc(), "children": has_children()}
+        left = self._children.end(has_failed=True)
+        failure = {"error": message, "kind": "error", "trace": traceback.format_exc(), "children": left}
         self._send({"id": request["id"], **failure})
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -137,12 +142,42 @@ class AgentServer:
             self._sink.flush()
 
 
-def has_children() -> bool:
-    """Return whether processes are left, which prevents reuse."""
+class LeftChildren:
+    """Child processes that episodes leave, one episode after the other."""
+
+    def __init__(self) -> None:
+        self._before: set[int] = set()
+        self._left: set[int] = set()
+
+    def begin(self) -> None:
+        self._before = children()
+
+    def end(self, *, has_failed: bool = False) -> bool:
+        """Return whether the episode left processes that prevent reuse.
+
+        What one episode leaves may be a helper that the agent keeps, such as a browser's driver; an episode that adds to
+        it, or fails, may have forgotten its own.
+        """
+        new = children() - self._before
+        has_helper = bool(self._left & self._before)
+        self._left |= new
+        return bool(new) and (has_failed or has_helper)
+
+
+def children() -> set[int]:
+    """Return the child processes that run."""
+    pids: set[int] = set()
+    for file in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            pids.update(map(int, file.read_text().split()))
+    return {pid for pid in pids if runs(pid)}
+
+
+def runs(pid: int) -> bool:
     try:
-        return any(file.read_text().strip() for file in Path("/proc/self/task").glob("*/children"))
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
-        return True
+        return False
 
 
 def read_requests(source: Any, requests: Requests) -> None:

@@ -55,6 +55,22 @@ def raises_with_child(task):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
     raise KeyError(child.pid)
 
+helper = None
+
+def keeps_helper(task):
+    global helper
+    helper = helper or start()
+    return {"metrics": {"pid": os.getpid(), "helper": helper.pid}}
+
+def leaves(task):
+    return {"metrics": {"pid": os.getpid(), "child": start().pid}}
+
+async def leaves_in_coroutine(task):
+    return leaves(task)
+
+def start():
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+
 def crashes(task):
     sys.stderr.write("last words\\n")
     os._exit(7)
@@ -154,6 +170,21 @@ async def test_an_exception_leaves_the_process_unless_processes_were_started(age
     child = int(str(await agents.fail("raises_with_child")).rsplit(" ", 1)[1])
     await wait_until(lambda: not is_alive(child))
     assert (await agents.run("reports")).metrics["pid"] != pid
+
+
+@pytest.mark.parametrize("function", ["leaves", "leaves_in_coroutine"])
+async def test_an_agent_that_leaves_processes_again_and_again_is_replaced(agents: Agents, function: str):
+    first, second, third = [(await agents.run(function)).metrics for _ in range(3)]
+    assert first["pid"] == second["pid"] != third["pid"]
+    await wait_until(lambda: not any(is_alive(int(each["child"])) for each in (first, second)))
+    assert is_alive(int(third["child"]))
+
+
+async def test_a_helper_that_an_agent_keeps_stays_with_its_process(agents: Agents):
+    outcomes = [(await agents.run("keeps_helper")).metrics for _ in range(3)]
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    assert (await agents.fail("raises")).reason == "agent_error"
+    assert (await agents.run("keeps_helper")).metrics == outcomes[0]
 
 
 @pytest.mark.parametrize(
