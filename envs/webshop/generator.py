@@ -75,13 +75,16 @@ SHOP_WORDS = tuple(
 
 
 def make_catalogue(seed: int, num_products: int) -> Catalogue:
-    """Return a shop of at most 1,000 products with two goals each."""
+    """Return a shop of at most 1,000 products with two goals each; training has no goal that equals a held-out one."""
     rng = np.random.default_rng([seed, num_products])
     products = [_make_product(rng, number) for number in range(num_products)]
     goals = [_make_goal(rng, product) for product in products for _ in range(2)]
     order = rng.permutation(len(goals))
     held_out = max(1, len(goals) // HELD_OUT_SHARE)
-    return Catalogue(products, [goals[int(i)] for i in order], held_out, held_out)
+    ordered = [goals[int(i)] for i in order]
+    evaluated = {(goal.product.asin, goal.instruction) for goal in ordered[:held_out]}
+    training = [goal for goal in ordered[held_out:] if (goal.product.asin, goal.instruction) not in evaluated]
+    return Catalogue(products, ordered[:held_out] + training, held_out, held_out)
 
 
 def _make_product(rng: np.random.Generator, number: int) -> Product:

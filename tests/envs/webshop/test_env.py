@@ -5,6 +5,7 @@ import pytest
 
 from offbeat.envs import registry
 from offbeat.envs.webshop import WORDS, WebShopConfig, WebShopEnv
+from offbeat.envs.webshop.generator import make_catalogue
 from offbeat.envs.webshop.pages import ItemPage, ResultsPage, SearchPage
 
 
@@ -113,6 +114,18 @@ def test_settings_determine_the_shop_and_splits_are_disjoint():
     assert not {id(goal) for goal in train} & {id(goal) for goal in held_out}
     assert WebShopEnv(WebShopConfig())._goals == train
     assert WebShopEnv(WebShopConfig(catalogue_seed=1))._goals != train
+
+
+@pytest.mark.parametrize("num_products", [5, 200, 1000])
+def test_no_goal_of_training_equals_a_held_out_one(num_products: int):
+    for seed in range(6):
+        catalogue = make_catalogue(seed, num_products)
+        train, held_out = (
+            {(goal.product.asin, goal.instruction) for goal in catalogue.split(name)} for name in ("train", "held_out")
+        )
+        assert train
+        assert not train & held_out
+        assert len(catalogue.split("held_out")) == max(1, 2 * num_products // 8)
 
 
 def test_every_word_of_an_episode_is_in_the_word_list():
