@@ -227,11 +227,11 @@ def _whiten_trained(config: AlgorithmConfig, batch: Batch, advantages: Tensor, t
 
 
 def scale_rewards(config: AlgorithmConfig, batch: Batch, rewards: Tensor) -> Tensor:
-    """Divide rewards [M] by the deviation over their scope, without centering."""
+    """Divide rewards [M] by the deviation over their scope, without centering; equal ones stay as they are."""
     out = rewards.clone()
     for scope in _whitening_scopes(config, batch):
-        if scope.sum() > 1:
-            out[scope] = rewards[scope] / (rewards[scope].std() + EPS)
+        if scope.sum() > 1 and (std := rewards[scope].std()) > EPS:
+            out[scope] = rewards[scope] / (std + EPS)
     return out
 
 

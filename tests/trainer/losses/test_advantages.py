@@ -186,6 +186,19 @@ def test_rewards_are_divided_by_the_deviation_of_their_tag():
     assert [*prepared(groups, config).values()] == pytest.approx(scaled, rel=1e-4)
 
 
+@pytest.mark.parametrize("over", ["batch", "tags"])
+def test_equal_rewards_are_divided_by_nothing(over: str):
+    """Answers of one token that are all right: the deviation of their rewards is 0."""
+    answers = [
+        group(number, *(trajectory(2 * number + i, [(1, 1, reward)], base=10 * (2 * number + i), tag=f"tag{number}")
+                        for i, reward in enumerate(rewards)), tag=f"tag{number}")
+        for number, rewards in enumerate(((0.7, 0.7), (0.7, 0.7) if over == "batch" else (1.0, 3.0)))
+    ]  # fmt: skip
+    config = AlgorithmConfig.model_validate({"adv_estimator": "reinforce", "whiten_rewards": True, "whiten_over": over})
+    scaled = [0.7, 0.7, 0.7, 0.7] if over == "batch" else [0.7, 0.7, 0.5**0.5, 3 * 0.5**0.5]
+    assert [*prepared(answers, config).values()] == pytest.approx(scaled, rel=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["kl", "k2", "k3", "abs"])
 def test_kl_penalty_is_subtracted_per_token(kind: str):
     batch = pack([group(0, trajectory(0, [(1, 2, 0.0)]))])
