@@ -107,7 +107,7 @@ class EpisodeSession:
     """By the last response's id."""
     ignored_parameters: int = 0
     ran_out: bool = False
-    """True if `sequence_length` left no room for a call."""
+    """True if `sequence_length` left no room for the last call."""
     failure: Exception | None = None
     """Error that ended capture."""
 
@@ -129,8 +129,8 @@ class EpisodeSession:
         self._admit(request)
         prompt = self._plan(request)
         room = self.bounds.sequence_length - len(prompt.tokens)
-        if room < 1:
-            self.ran_out = True
+        self.ran_out = room < 1
+        if self.ran_out:
             raise InvalidCallError(
                 f"this model's maximum context length is {self.bounds.sequence_length} tokens; the messages have "
                 f"{len(prompt.tokens)} tokens and leave no room for an answer",

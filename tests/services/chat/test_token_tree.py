@@ -243,6 +243,8 @@ async def test_a_call_without_room_is_refused_by_openais_name_for_it(plain: Chat
         await ask(session, user("a long question"))
     assert refused.value.kind == "context_length_exceeded"
     assert session.ran_out
+    await session.answer(ModelRequest(prompt="short"))  # as an agent that compacts its history
+    assert not session.ran_out
 
 
 async def test_tools_are_refused_where_the_template_knows_none(plain: ChatTemplate):
