@@ -2,7 +2,7 @@
 
 import json
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -17,7 +17,7 @@ from offbeat.envs.harbor.trial import TaskTrial, TaskVerdict
 from offbeat.envs.harbor.vocabulary import task_words
 from offbeat.envs.sandbox.backend import check_sandbox
 from offbeat.envs.sandbox.shell import CommandResult, ShellError
-from offbeat.envs.tools.functions import Function, read_calls, write_results
+from offbeat.envs.tools.functions import Call, Function, read_calls, write_results
 
 PROMPT = (
     "Solve the task in a Linux terminal. Answer with one command in a fenced block (```bash). "
@@ -34,6 +34,12 @@ BASH = Function(
 DONE = Function(SUBMIT, "End the task and have it verified.", {"type": "object", "properties": {}, "required": []})
 MAX_CHARS = 1_000_000
 CHARSET = "".join(map(chr, (9, 10, 13, *range(32, 0xD800))))
+
+
+class BashCommand(NamedTuple):
+    text: str
+    error: str = ""
+    """Of a call that is none of bash, for the policy."""
 
 
 class HarborEnv(gymnasium.Env[str, str]):
@@ -104,17 +110,18 @@ class HarborEnv(gymnasium.Env[str, str]):
         self._num_answers += 1
         is_last = self._num_answers >= self.config.max_steps
         commands = self._read(action)
+        valid = bool(commands) and not any(command.error for command in commands)
+        submits = any(command.text == SUBMIT for command in commands)
         try:
-            outputs = [self._run(trial, command) for command in commands if command != SUBMIT]
+            outputs = [each.error or self._run(trial, each.text) for each in commands if each.text != SUBMIT]
         except ShellError as error:
-            return self._end(TaskVerdict({}, str(error)), valid=bool(commands), submitted=False)
-        submits = SUBMIT in commands
+            return self._end(TaskVerdict({}, str(error)), valid=valid, submitted=False)
         if is_last or submits or self._left_s() <= 0:
-            return self._verify(trial, valid=bool(commands), submitted=submits)
+            return self._verify(trial, valid=valid, submitted=submits)
         text = "\n".join(outputs) if commands else NO_COMMAND
         if self.functions and commands:
             text = write_results(outputs)
-        info = {"success": False, **self._metrics(valid=bool(commands))}
+        info = {"success": False, **self._metrics(valid=valid)}
         return self._observe(text), info["format_penalty"], False, False, info
 
     def task_id(self, seed: int) -> str:
@@ -141,13 +148,12 @@ class HarborEnv(gymnasium.Env[str, str]):
         self._spent_s = 0.0
         self._current().begin_step(self.current_step)
 
-    def _read(self, answer: str) -> list[str]:
+    def _read(self, answer: str) -> list[BashCommand]:
         """Return an answer's commands."""
         if self.functions:
-            calls = read_calls(answer)
-            return [SUBMIT if call.name == SUBMIT else str(call.arguments.get("command", "")) for call in calls]
+            return [_command_of(call) for call in read_calls(answer)]
         command = last_group(self.config.action_pattern, answer)
-        return [command] if command else []
+        return [BashCommand(command)] if command else []
 
     def _run(self, trial: TaskTrial, command: str) -> str:
         timeout_s = max(0.1, min(self.config.command_timeout_s, self._left_s()))
@@ -212,6 +218,15 @@ class HarborEnv(gymnasium.Env[str, str]):
         if self.config.split == "held_out" and seed is not None:
             return seed % len(self._tasks)
         return int(rng.integers(len(self._tasks)))
+
+
+def _command_of(call: Call) -> BashCommand:
+    if call.name == SUBMIT:
+        return BashCommand(SUBMIT)
+    if call.name != BASH.name:
+        return BashCommand("", f"there is no function {call.name!r}; there is {BASH.name}, {SUBMIT}")
+    text = call.arguments.get("command")
+    return BashCommand(text) if isinstance(text, str) else BashCommand("", "bash needs the argument 'command', a text")
 
 
 def describe_trial(config: HarborConfig, task: HarborTask) -> str:

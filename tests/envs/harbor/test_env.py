@@ -86,6 +86,27 @@ def test_functions_in_the_templates_format(task_folder: TaskFolder):
     assert env.step(write_calls("done", [Call("submit", {})]))[1:3] == (1.0, True)
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "says"),
+    [
+        ("python", {"code": "print(1)"}, "there is no function 'python'; there is bash, submit"),
+        ("execute", {"command": "pwd"}, "there is no function 'execute'; there is bash, submit"),
+        ("bash", {"cmd": "pwd"}, "bash needs the argument 'command', a text"),
+        ("bash", {"command": ["ls", "-la"]}, "bash needs the argument 'command', a text"),
+    ],
+)
+def test_a_call_that_is_none_of_bash_is_answered_and_not_run(
+    task_folder: TaskFolder, name: str, arguments: dict[str, object], says: str
+):
+    env = task_folder.env(function_calling="template", format_penalty=-0.1)
+    env.reset(seed=0)
+    calls = [Call("bash", {"command": "echo a"}), Call(name, arguments)]
+    observation, reward, terminated, _, info = env.step(write_calls("", calls))
+    assert read_results(observation, 2) == ["a", says]
+    assert (reward, terminated, info["action_is_valid"]) == (-0.1, False, False)
+    env.close()
+
+
 def test_several_rewards_train_one_and_report_the_others(task_folder: TaskFolder):
     task_folder.write(
         "tests/test.sh", "cat /tests/r.json > /logs/verifier/reward.json; echo 9 > /logs/verifier/reward.txt"
