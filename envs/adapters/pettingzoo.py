@@ -89,6 +89,9 @@ class PettingZooEnv(TextEnv):
         numbers = {name: number for number, name in enumerate(self._names)}
         self._parser = ActionParser(config.action_pattern, numbers)
         self._totals: dict[str, float] = {}
+        self._terminated: set[str] = set()
+        self._truncated: set[str] = set()
+        self.metadata = self._game.metadata
         super().__init__(config.system_prompt or f"Win the game. Answer with one of {' '.join(self._names)}.")
         self.words = tuple(
             dict.fromkeys((*config.words, *self.system_prompt.split(), *config.marks, ".", *players, *self._names))
@@ -100,6 +103,7 @@ class PettingZooEnv(TextEnv):
         for _ in range(MAX_OPENINGS):
             self._game.reset(seed=int(cast(Any, self.np_random).integers(2**31)))
             self._totals = dict.fromkeys(self._played, 0.0)
+            self._terminated, self._truncated = set(), set()
             if not self._play_opponents():
                 return self._observe(), self._seat_info()
         raise RuntimeError(f"{MAX_OPENINGS} games of {self.config.id} were over before the policy moved")
@@ -114,12 +118,14 @@ class PettingZooEnv(TextEnv):
         }
         results[mover]["action_is_valid"] = is_legal
         text = "" if is_over else self._observe()
+        is_cut = is_over and bool(self._truncated) and not self._terminated
+        ends = is_over and not is_cut, is_cut
         if not self.seats:
             result = results[mover]
-            return text, result.pop("reward"), is_over, False, result
+            return text, result.pop("reward"), *ends, result
         seats = {name: result for name, result in results.items() if name == mover or result["reward"] or is_over}
         info = {"seats": seats, "action_is_valid": is_legal, **({} if is_over else self._seat_info())}
-        return text, sum(gained.values()), is_over, False, info
+        return text, sum(gained.values()), *ends, info
 
     def random_answer(self, rng: np.random.Generator) -> str:
         """Return a legal move of the seat to move."""
@@ -177,10 +183,12 @@ class PettingZooEnv(TextEnv):
         return opponent(self.system_prompt, self._board(self._game, seat), self.np_random)
 
     def _is_over(self) -> bool:
-        """Return whether every seat of the policy has ended."""
+        """Return whether every seat of the policy has ended; note how."""
         game = self._game
-        ended = [name not in game.agents or game.terminations[name] or game.truncations[name] for name in self._played]
-        return all(ended)
+        present = [name for name in self._played if name in game.agents]
+        self._terminated |= {name for name in present if game.terminations[name]}
+        self._truncated |= {name for name in present if game.truncations[name]}
+        return all(name in self._terminated | self._truncated for name in present)
 
     def _mask(self) -> np.ndarray[Any, Any]:
         """Return the legal actions of the seat to move; all if the game has no mask."""

@@ -69,6 +69,20 @@ def test_seats_rewards_and_ends_are_the_games_own(game: str) -> None:
         }
 
 
+@pytest.mark.parametrize("opponents", [{}, {"player_1": {}}])
+def test_a_game_that_a_limit_of_turns_ends_is_truncated(opponents: dict[str, Any]) -> None:
+    env = registry.make("pettingzoo", {"id": "classic/rps-v2", "kwargs": {"max_cycles": 3}, "opponents": opponents})
+    env.reset(seed=0)
+    ends = [env.step("0")[2:4] for _ in range(3 if opponents else 6)]
+    assert ends == [*[(False, False)] * (len(ends) - 1), (False, True)]
+    env.reset(seed=0)
+    assert env.step("no move")[2:4] == (True, False)
+
+
+def test_a_game_with_images_meets_the_contract() -> None:
+    assert check_contract("pettingzoo", {"id": TICTACTOE, "render_mode": "rgb_array"}, num_seeds=2).problems == []
+
+
 def test_an_illegal_move_and_no_move_end_the_game_by_its_rules() -> None:
     """As `TerminateIllegalWrapper` has it: -1 for the mover, 0 for the others."""
     env = registry.make("pettingzoo", {"id": TICTACTOE, "action_pattern": "<answer>(.*?)</answer>"})
