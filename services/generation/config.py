@@ -26,7 +26,9 @@ class GeneratingArgs(Config):
     top_k: int = Field(default=-1, ge=-1)
     """-1 keeps every token; else as `top_p`."""
     max_new_tokens: int = Field(default=64, ge=1)
-    """Maximum tokens per turn; a tag's `max_tokens_per_step` may be lower."""
+    """Maximum tokens per turn; a tag's `max_tokens_per_step` may be lower. A run that leaves it out has its tags' largest
+    one, at least 64.
+    """
 
 
 class EngineModelArgs(Config):

@@ -85,7 +85,7 @@ class CustomEnv(Config):
     max_steps: int = Field(default=10, ge=1)
     """Maximum turns per episode."""
     max_tokens_per_step: int = Field(default=64, ge=1)
-    """Maximum tokens per answer."""
+    """Maximum tokens per answer, unless the sampling's `max_new_tokens` is set to less."""
     agent_system_template: str | None = None
     """System prompt; None: the env's `system_prompt`."""
     env_instruction: str | None = None

@@ -113,7 +113,11 @@ class LearnerRunConfig(LearnerConfig):
         manager = info.data.get("train_env_manager")
         if not isinstance(manager, EnvManagerConfig):
             return value
-        return value.model_copy(update={"generating_args": manager.generating_args.over(value.generating_args)})
+        args = manager.generating_args.over(value.generating_args)
+        if "max_new_tokens" not in args.model_fields_set:
+            limits = [env.max_tokens_per_step for env in info.data.get("custom_envs", {}).values()]
+            args = args.model_copy(update={"max_new_tokens": max(args.max_new_tokens, *limits)}) if limits else args
+        return value.model_copy(update={"generating_args": args})
 
     @field_validator("actor_infer")
     @classmethod

@@ -51,3 +51,31 @@ def test_resolved_defaults_are_printed_and_read_back():
     config = resolved(actor_train=LORA | {"num_threads": 2})
     assert "learning_rate: 0.01" in dump_yaml(config)
     assert RunConfig.model_validate_json(json.dumps(config.model_dump(mode="json"))) == config
+
+
+@pytest.mark.parametrize(
+    ("sampling", "tokens"),
+    [
+        ({}, 512),
+        ({"actor_infer": {"generating_args": {"temperature": 0.9}}}, 512),
+        ({"actor_infer": {"generating_args": {"max_new_tokens": 100}}}, 100),
+        ({"train_env_manager": {"generating_args": {"max_new_tokens": 80}}}, 80),
+    ],
+)
+def test_answers_are_as_long_as_the_tags_say(sampling: dict[str, Any], tokens: int):
+    """Only a limit of the sampling that is set cuts them."""
+    envs = {
+        "custom_envs": {"L": {"env_type": "frozen_lake", "max_tokens_per_step": 512}, "S": ENVS["custom_envs"]["L"]}
+    }
+    config = resolved(**envs, **sampling, sequence_length=2048)
+    args = config.actor_infer.generating_args
+    assert args.max_new_tokens == tokens
+    assert config.val_env_manager.generating_args.for_evaluation(args).max_new_tokens == tokens
+    assert resolved().actor_infer.generating_args.max_new_tokens == 64
+
+
+def test_a_run_of_an_earlier_build_keeps_its_answers_length():
+    """Its saved configuration has the default of then, which cut answers."""
+    tree = resolved(sequence_length=2048).model_dump(mode="json")
+    tree["custom_envs"]["L"]["max_tokens_per_step"] = 512
+    assert validate_tree(tree).actor_infer.generating_args.max_new_tokens == 64
