@@ -1,5 +1,6 @@
 """Adapter for TextArena."""
 
+import re
 from typing import Any, ClassVar, cast
 
 from pydantic import Field, JsonValue
@@ -7,6 +8,9 @@ from pydantic import Field, JsonValue
 from offbeat.envs.adapters.text import PrivateRandomState, TextEnv
 from offbeat.envs.config import Config
 from offbeat.envs.optional_imports import require
+
+SENDER = re.compile(r"\s*\[[^\]\n]+\] ")
+"""Name before each message of the log, such as `[Player 0]`."""
 
 
 class TextArenaConfig(Config):
@@ -50,7 +54,7 @@ class TextArenaEnv(TextEnv):
         with self._random_state():
             done, _ = self._game.step(action)
             if not done:
-                return self._new_log(), 0.0, False, False, {"success": False}
+                return self._new_log(action), 0.0, False, False, {"success": False}
             rewards, infos = cast(tuple[dict[int, float] | None, dict[int, dict[str, Any]]], self._game.close())
         reward, info = float((rewards or {}).get(0, 0.0)), infos.get(0, {})
         valid = not info.get("invalid_move", False)
@@ -62,10 +66,19 @@ class TextArenaEnv(TextEnv):
         except (ValueError, TypeError, LookupError) as error:
             raise ValueError(f"textarena.make({self.config.id!r}): {' '.join(str(error).split())}") from error
 
-    def _new_log(self) -> str:
+    def _new_log(self, action: str = "") -> str:
+        """Return what the game says since the last call, without the player's own action."""
         _, log = self._game.get_observation()
         if not isinstance(log, str):
             return "\n".join(str(message[1]) for message in log if message[0] != 0)
         new = log.removeprefix(self._shown_log)
         self._shown_log = log
-        return new.strip()
+        return _remove_action(new, action).strip() if action else new.strip()
+
+
+def _remove_action(log: str, action: str) -> str:
+    sender = SENDER.match(log)
+    for own in (f"[{action}]", action):  # TextArena adds missing brackets
+        if sender and log.startswith(own, sender.end()):
+            return log[sender.end() + len(own) :]
+    return log

@@ -178,6 +178,11 @@ def test_a_game_shows_only_new_log_lines_and_can_be_won():
     assert "Guess The Number" in first
     second, reward, terminated, _, _ = env.step("[1]")
     assert (reward, terminated, "Guess The Number" in second) == (0.0, False, False)
+    assert "[1]" not in second
+    for thoughtful in ("<think>higher than 1</think> [2]", "no number\nat all"):
+        observation, _, terminated, _, _ = env.step(thoughtful)
+        assert not terminated
+        assert observation.startswith("[GAME] "), observation
     low, high = 2, 20
     while not terminated:
         guess = (low + high) // 2
