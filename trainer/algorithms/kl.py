@@ -45,11 +45,11 @@ class KLController:
         self._horizon = horizon
 
     def update(self, kl: float, num_samples: int) -> None:
-        """Adapt to the mean KL of `num_samples` trajectories, if finite."""
+        """Adapt to the mean KL of `num_samples` trajectories, if finite, by a fifth at most."""
         if self._target is None or not math.isfinite(kl):
             return
         error = min(max(kl / self._target - 1.0, -0.2), 0.2)
-        self.coef *= 1.0 + error * num_samples / self._horizon
+        self.coef *= 1.0 + error * min(num_samples / self._horizon, 1.0)
 
     def resume(self, coef: float) -> None:
         """Restore an adaptive coefficient; ignore 0, which can't adapt."""

@@ -71,6 +71,14 @@ def test_adaptive_controller_moves_towards_target_within_bounds():
     assert controller.coef == pytest.approx(0.1 * 1.01 * 1.02 * 0.98)
 
 
+@pytest.mark.parametrize("horizon", [1, 10, 100])
+def test_a_horizon_below_a_batch_keeps_the_coefficient_positive(horizon: int):
+    controller = KLController(0.2, target=0.1, horizon=horizon)
+    for _ in range(3):
+        controller.update(kl=0.0, num_samples=512)
+    assert controller.coef == pytest.approx(0.2 * 0.8**3)
+
+
 def test_adaptive_controller_resumes_from_checkpoint():
     controller = KLController(0.1, target=1.0, horizon=1000)
     controller.update(kl=3.0, num_samples=50)
