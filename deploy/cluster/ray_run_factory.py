@@ -12,7 +12,13 @@ from redis.asyncio import Redis as AsyncRedis
 from offbeat.deploy.cluster.engine_matching import choose_app
 from offbeat.deploy.cluster.offbeat_process import last_output, run_offbeat
 from offbeat.deploy.cluster.reaper import ensure_reaper
-from offbeat.deploy.cluster.run_factory import MachineSize, MeshRunFactory, holds_claim, missing_models_of
+from offbeat.deploy.cluster.run_factory import (
+    MachineSize,
+    MeshRunFactory,
+    holds_claim,
+    missing_models_of,
+    read_recorded,
+)
 from offbeat.deploy.cluster.size import Cluster, check_hosts
 from offbeat.deploy.components.app_claims import find_app_conflict
 from offbeat.deploy.components.serve_status import read_app_statuses
@@ -20,7 +26,7 @@ from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_setup import identify_base
 from offbeat.services.control.rights import UNRESTRICTED, Rights
-from offbeat.services.control.run import RunRecord, RunState
+from offbeat.services.control.run import ForeignRecordError, RunRecord, RunState
 from offbeat.services.control.schemas import ProblemView
 from offbeat.services.control.service import InvalidRunError
 from offbeat.services.errors import ControlError
@@ -29,7 +35,6 @@ from offbeat.services.generation.tenancy import EngineOffer, read_offers
 from offbeat.services.keys import RunKeys
 from offbeat.services.live_settings import Settings
 from offbeat.services.redis.url import redact
-from offbeat.trainer.config.aliases import canonical_json
 from offbeat.trainer.config.issue import ConfigIssue
 
 REPORT_TIMEOUT_S = 900.0
@@ -68,7 +73,7 @@ class RayRunFactory(MeshRunFactory):
         return config.model_copy(update={"actor_infer": infer})
 
     async def validate_change(self, record: RunRecord, requested: Settings, values: Mapping[str, float]) -> None:
-        app = RunConfig.model_validate_json(canonical_json(record.config)).actor_infer.app
+        app = read_recorded(record.run_id, record.config).actor_infer.app
         if "num_replicas" in values and app not in (None, app_name(record.run_id)):
             message = f"the run uses {app} of the deploy file: change num_replicas there and run `serve deploy`"
             raise InvalidRunError([ProblemView(path="actor_infer.num_replicas", message=message)])
@@ -80,7 +85,10 @@ class RayRunFactory(MeshRunFactory):
         config, state, downloads = cast(list[bytes | None], self._redis.hmget(RunKeys(run_id).record, names))
         if config is None or state is None or downloads or RunState(state.decode()).is_terminal:
             return None
-        return RunConfig.model_validate_json(canonical_json(config))
+        try:
+            return read_recorded(run_id, config)
+        except ForeignRecordError:  # the start is refused, as its configuration is another one
+            return None
 
     def _read_deployed_offers(self) -> dict[str, EngineOffer]:
         deployed = read_app_statuses()

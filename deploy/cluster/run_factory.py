@@ -13,6 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+from pydantic import ValidationError
+from pydantic.config import ExtraValues
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
@@ -54,7 +56,7 @@ from offbeat.services.buffer.api import GroupProgress, Quarantined, Snapshot
 from offbeat.services.control.console.archive import NotRecordedError
 from offbeat.services.control.interfaces import Component, Removal, RunMesh
 from offbeat.services.control.rights import UNRESTRICTED, Rights
-from offbeat.services.control.run import BusyError, RunRecord, RunSpec
+from offbeat.services.control.run import BusyError, ForeignRecordError, RunRecord, RunSpec
 from offbeat.services.control.schemas import ProblemView
 from offbeat.services.control.service import InvalidRunError, NotAllowedError
 from offbeat.services.errors import ControlError
@@ -214,9 +216,11 @@ class MeshRunFactory(PackagedRecipes):
         return MachineSize()
 
     def build_mesh(self, record: RunRecord) -> RunMesh:
+        """Return the components; raises `ForeignRecordError`."""
         if record.downloads:
             return DownloadMesh(record.downloads.split())
-        config = RunConfig.model_validate_json(canonical_json(record.config))
+        # Keys of another version matter no more to a run that ends
+        config = read_recorded(record.run_id, record.config, extra="ignore" if record.is_ending else None)
         watch = BufferWatch(self._async_redis, record.run_id)
         claim = self._claim_of(record)
         return RunComponents(
@@ -297,6 +301,18 @@ class MeshRunFactory(PackagedRecipes):
 
     async def quarantine(self, run_id: str) -> list[Quarantined]:
         return await BufferWatch(self._async_redis, run_id).quarantine()
+
+
+def read_recorded(run_id: str, config: str | bytes, *, extra: ExtraValues | None = None) -> RunConfig:
+    """Read a record's configuration; raises `ForeignRecordError`."""
+    try:
+        return RunConfig.model_validate_json(canonical_json(config), extra=extra)
+    except ValidationError as error:
+        details = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
+        raise ForeignRecordError(
+            f"run {run_id!r} was configured by another version of Offbeat ({details}): run that version's control "
+            "service, or stop the run (`offbeat runs stop`)"
+        ) from error
 
 
 def missing_models_of(config: RunConfig) -> list[str]:

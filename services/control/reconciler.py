@@ -16,12 +16,7 @@ from redis import exceptions as redis_errors
 
 from offbeat.services.control.downloads import complete_record
 from offbeat.services.control.failing_episodes import FailingEpisodes
-from offbeat.services.control.interfaces import (
-    Component,
-    Health,
-    Observation,
-    RunMesh,
-)
+from offbeat.services.control.interfaces import Component, Health, Observation, RunMesh
 from offbeat.services.control.lost_records import LostRecords
 from offbeat.services.control.restart_policy import RestartPolicy
 from offbeat.services.control.run import (
@@ -39,7 +34,7 @@ from offbeat.services.control.store import REPORT_DUE, REPORT_FAILED, REPORT_WRI
 from offbeat.services.diagnosis import describe_untrained
 from offbeat.services.errors import ControlError
 from offbeat.services.log_format import set_task_log_fields
-from offbeat.services.redis.errors import RedisReadOnlyError
+from offbeat.services.redis.errors import RedisReadOnlyError, find_outage
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +44,6 @@ OUTAGE_GRACE_S = 3.0
 """Time after an outage in which nothing counts as dead."""
 REPORT_RETRY_S = 5.0
 STOPPED_STATES = (Health.ABSENT, Health.DEAD, Health.DONE)
-
-
-def _redis_outage(error: BaseException | None) -> redis_errors.RedisError | None:
-    while error is not None and not isinstance(error, (redis_errors.ConnectionError, redis_errors.TimeoutError)):
-        error = error.__cause__
-    return error
 
 
 class Reconciler:
@@ -161,7 +150,7 @@ class Reconciler:
                     await self._write_report(record)
                     outcome = REPORT_WRITTEN
                 except Exception as error:
-                    if _redis_outage(error):
+                    if find_outage(error):
                         raise
                     logger.error("run %s has no report: %s", run_id, error)
                     outcome = REPORT_FAILED
@@ -189,7 +178,7 @@ class Reconciler:
                 logger.error("not reconciled: %s", error)
         except Exception as error:
             # A failed pass must not stop the loop: the next one starts from the state in Redis.
-            if cause := _redis_outage(error):
+            if cause := find_outage(error):
                 self._note_outage(cause)
                 logger.warning("run %s is not reconciled: %s; retrying", run_id, error)
             else:
@@ -207,7 +196,12 @@ class Reconciler:
             self._forget(run_id)
             return record.state
         await self._lost.note(record)
-        mesh = self._mesh(record)
+        try:
+            mesh = self._mesh(record)
+        except ForeignRecordError as error:
+            if not record.is_ending:
+                raise
+            return await self._store.end_unreadable(record, str(error))
         if record.wanted.is_final and record.state is not RunState.DRAINING:
             return await self._start_draining(record, RunState.STOPPED)
         match record.state:
@@ -232,7 +226,7 @@ class Reconciler:
         try:
             await mesh.prepare()
         except Exception as error:
-            if _redis_outage(error):
+            if find_outage(error):
                 raise  # not the fault of the run: the next pass retries
             logger.exception("run %s: preparation failed", record.run_id)
             reason = f"preparation failed: {error}"
@@ -314,7 +308,7 @@ class Reconciler:
             await component.ensure()
             self._excused_starts.discard(key)
         except Exception as error:
-            if _redis_outage(error) and key not in self._excused_starts:
+            if find_outage(error) and key not in self._excused_starts:
                 self._excused_starts.add(key)  # if the component alone can not reach Redis, the next start fails, too
                 logger.warning("run %s: starting %s failed: %s; retrying", *key, error)
                 return ""

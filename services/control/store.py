@@ -306,6 +306,13 @@ class RunStore:
                 write_event(pipe, run_id, "state", event)
             await pipe.execute()
 
+    async def end_unreadable(self, record: RunRecord, reason: str) -> RunState:
+        """End a run that is to end and whose components can't be found; return its state."""
+        outcome = record.outcome if record.state is RunState.DRAINING else RunState.STOPPED
+        error = record.error or f"{reason}; what still runs of it was not stopped, deleting the run fences its learner"
+        await self.update(record.run_id, state=outcome, error=error, ended_at=self.clock())
+        return outcome
+
     @repeat_transaction
     async def delete(self, run_id: str) -> None:
         """Delete a run's keys and fence its learners.

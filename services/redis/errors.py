@@ -45,6 +45,13 @@ def retryable(error: Exception) -> RetryableError:
     return RetryableError(complaint(error))
 
 
+def find_outage(error: BaseException | None) -> redis_errors.RedisError | None:
+    """Return the failed connection or refused write behind `error`, or None."""
+    while error is not None and not isinstance(error, (redis_errors.ConnectionError, redis_errors.TimeoutError)):
+        error = error.__cause__
+    return error
+
+
 def find_refusal(error: redis_errors.ResponseError) -> RedisReadOnlyError | None:
     """Return the refused write behind `error`, or None."""
     text = AS_TUPLE.sub(r"\1", str(error).rpartition(IN_PIPELINE)[2])
