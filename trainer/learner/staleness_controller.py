@@ -89,7 +89,10 @@ def judge(config: StalenessControllerConfig, window: WindowMeans) -> Move | None
 def apply_move(
     config: StalenessControllerConfig, move: Move, settings: Settings, groups_per_step: int, num_env_groups: int
 ) -> dict[str, float]:
-    """Return the settings after a move, within limits. num_env_groups: maximum without `max_env_groups`."""
+    """Return the settings after a move, within limits; a number of groups beyond them, set by hand, is only moved back.
+
+    num_env_groups: maximum without `max_env_groups`.
+    """
     if move in ("fresher", "staler"):
         step = config.staleness_step if move == "staler" else -config.staleness_step
         bound = min(max(settings.max_staleness + step, config.min_staleness), config.max_staleness)
@@ -97,8 +100,9 @@ def apply_move(
     low = groups_per_step if config.min_env_groups is None else config.min_env_groups
     high = num_env_groups if config.max_env_groups is None else config.max_env_groups
     step = groups_per_step if move == "more" else -groups_per_step
-    count = min(max(settings.num_env_groups + step, low), high)
-    return {} if count == settings.num_env_groups else {"num_env_groups": count}
+    current = settings.num_env_groups
+    count = min(max(current + step, min(low, current)), max(high, current))
+    return {} if count == current else {"num_env_groups": count}
 
 
 class SettingsProposer(Protocol):

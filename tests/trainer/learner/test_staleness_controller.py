@@ -79,6 +79,9 @@ def test_each_limit_is_the_configured_one(
         ("more", {"max_env_groups": 40}, {"num_env_groups": 32}),
         ("fewer", {}, {"num_env_groups": 16}),
         ("fewer", {"min_env_groups": 20}, {"num_env_groups": 20}),
+        ("more", {"max_env_groups": 20}, {}),
+        ("fewer", {"max_env_groups": 12}, {"num_env_groups": 16}),
+        ("fewer", {"min_env_groups": 32, "max_env_groups": 40}, {}),
     ],
 )
 def test_a_move_stays_within_its_limits(move: Any, given: dict[str, float], values: dict[str, float]) -> None:
