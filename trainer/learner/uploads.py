@@ -14,7 +14,7 @@ from pathlib import Path
 from offbeat.services.errors import FencedError
 from offbeat.trainer.config.checkpoints import CheckpointConfig
 from offbeat.trainer.learner.reporter import LearnerReporter
-from offbeat.trainer.training.checkpoint import Checkpoint, CheckpointError, read_checkpoint
+from offbeat.trainer.training.checkpoint import PREFIX, Checkpoint, CheckpointError, read_checkpoint
 from offbeat.trainer.training.checkpoint_store import CheckpointStore
 from offbeat.trainer.training.remote_checkpoints import RemoteFolder, SourceError, StoreError
 
@@ -86,7 +86,7 @@ class CheckpointUploads:
             with self._changed:
                 if not self._waiting:
                     return True
-                step = int(self._waiting[0].name[-6:])
+                step = int(self._waiting[0].name.removeprefix(PREFIX))
                 self._changed.wait(POLL_S)
             if time.monotonic() > deadline or should_stop():
                 return False
@@ -137,7 +137,10 @@ class CheckpointUploads:
     def _upload(self, path: Path) -> None:
         checkpoint = read_checkpoint(path)
         if not self._remote.is_taken:
-            self._remote.take_over()
+            try:
+                self._remote.take_over()
+            except CheckpointError as error:
+                raise StoreError(str(error)) from error
         others = [each.local_name for each in self._remote.checkpoints if each.step != checkpoint.state.step]
         retained = [*others[max(len(others) - self._keep + 1, 0) :], self._store.best or ""]
         removes = not self._config.keep_local_file

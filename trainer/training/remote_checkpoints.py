@@ -4,28 +4,30 @@ A run's folder in the store: `step-000020.000003-000007/` (a checkpoint's files;
 `manifest-000003-000002.json` (complete checkpoints in order of writing) and `.epoch-000003`.
 
 Invariants: every object is written once, under a name of its writer's epoch. The newest manifest of the highest epoch
-is the list; it names a checkpoint after its last file, its `manifest.json`, was stored and verified. A learner takes a
-checkpoint off its list, looks for later epochs, then deletes; a successor announces its epoch before it reads the list:
-it sees that list, or nothing is deleted. This needs a store whose reads and listings show completed writes: S3, GCS,
-Azure, file systems.
+is the list; it names a checkpoint after its last file, its `manifest.json`, was stored and verified. If it is
+unreadable (a power loss, on file systems), the list is what has all its files. A learner takes a checkpoint off its
+list, looks for later epochs, then deletes; a successor announces its epoch before it reads the list: it sees that list,
+or nothing is deleted. This needs a store whose reads and listings show completed writes: S3, GCS, Azure, file systems.
 """
 
 # pyright: basic
 import json
+import logging
 import re
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from offbeat.services.durable_files import sync_tree
+from offbeat.services.durable_files import make_folder, sync_file, sync_folder, sync_tree
 from offbeat.services.errors import FencedError, RetryableError
 from offbeat.trainer.training.checkpoint import (
+    LEARNER,
     MANIFEST,
     PREFIX,
     READ_SIZE,
@@ -38,8 +40,10 @@ from offbeat.trainer.training.checkpoint import (
 from offbeat.trainer.training.checkpoint_store import SCHEMA
 from offbeat.trainer.training.fenced_folder import EPOCH, delete
 
-LISTS = re.compile(r"manifest-(\d{6})-(\d{6})\.json")
-CHECKPOINT = re.compile(rf"{PREFIX}(\d{{6}})\.(\d{{6}})-(\d{{6}})")
+logger = logging.getLogger(__name__)
+
+LISTS = re.compile(r"manifest-(\d{6,})-(\d{6,})\.json")
+CHECKPOINT = re.compile(rf"{PREFIX}(\d{{6,}})\.(\d{{6,}})-(\d{{6,}})")
 BUCKETS = ("s3", "s3a", "gs", "gcs", "abfs", "az", "abfss", "oss", "oci", "r2")
 """Protocols without folders."""
 
@@ -74,14 +78,17 @@ class RemoteFolder:
         """Announce the epoch and adopt the earlier ones' checkpoints.
 
         Raises:
+            CheckpointError: a later build wrote the list.
             FencedError: a later epoch has the folder.
             StoreError: no access.
         """
         with self._translating():
             self._make_folder(self._root)
+            if self._is_local:
+                make_folder(Path(self._root))
             self._fs.pipe_file(f"{self._root}/{EPOCH}{self._epoch:06d}", b"")
             self._check()
-            self._write_list(self._newest_list()[1])
+            self._write_list(self._newest_list())
             listed = {each.name for each in self._listed}
             for name in self._names():
                 match = CHECKPOINT.fullmatch(name)
@@ -95,9 +102,11 @@ class RemoteFolder:
         return tuple(self._listed)
 
     def read_list(self) -> list[RemoteCheckpoint]:
-        """Return the complete checkpoints, in order of writing; raises `StoreError`."""
+        """Return the complete checkpoints, in order of writing; raises `StoreError`, or `CheckpointError` for the list of
+        a later build.
+        """
         with self._translating():
-            return self._newest_list()[1]
+            return self._newest_list()
 
     def upload(self, checkpoint: Checkpoint, retained: Sequence[str], *, read_back: bool) -> RemoteCheckpoint:
         """Store and list a checkpoint; delete those whose `local_name` is not in `retained`.
@@ -118,7 +127,7 @@ class RemoteFolder:
                 self._store(path / file, f"{self._root}/{name}/{file}", expected, read_back=read_back)
             manifest = path / MANIFEST
             self._store(manifest, f"{self._root}/{name}/{MANIFEST}", fingerprint(manifest), read_back=True)
-            if isinstance(self._fs, LocalFileSystem):
+            if self._is_local:
                 sync_tree(Path(self._root) / name)
             others = [each for each in self._listed if each.name != name]
             kept = [each for each in others if each.local_name in retained and each.step != state.step]
@@ -152,8 +161,11 @@ class RemoteFolder:
 
     def _write_list(self, checkpoints: list[RemoteCheckpoint]) -> None:
         tree = {"schema": SCHEMA, "epoch": self._epoch, "checkpoints": [asdict(each) for each in checkpoints]}
-        name = self._list_name(self._sequence + 1)
-        self._fs.pipe_file(f"{self._root}/{name}", json.dumps(tree, indent=2).encode())
+        path = f"{self._root}/{self._list_name(self._sequence + 1)}"
+        self._fs.pipe_file(path, json.dumps(tree, indent=2).encode())
+        if self._is_local:  # before what it supersedes is deleted
+            sync_file(Path(path))
+            sync_folder(Path(self._root))
         self._superseded += [each.name for each in self._listed if each not in checkpoints]
         self._listed, self._sequence = checkpoints, self._sequence + 1
         if self._sequence > 2:  # a reader that has listed the one before can still read it
@@ -162,15 +174,38 @@ class RemoteFolder:
     def _list_name(self, sequence: int) -> str:
         return f"manifest-{self._epoch:06d}-{sequence:06d}.json"
 
-    def _newest_list(self) -> tuple[int, list[RemoteCheckpoint]]:
-        """Return the newest whole list and its epoch; raises `CheckpointError` for a name that is no checkpoint's."""
-        for name in sorted((name for name in self._names() if LISTS.fullmatch(name)), reverse=True):
+    def _newest_list(self) -> list[RemoteCheckpoint]:
+        """Return the newest list, or what is complete if it is unreadable.
+
+        Raises:
+            CheckpointError: a name that is no checkpoint's; the list of a later build.
+        """
+        named = [(int(match[1]), int(match[2]), match[0]) for name in self._names() if (match := LISTS.fullmatch(name))]
+        for *_, name in sorted(named, reverse=True):
             try:
-                tree = json.loads(self._fs.cat_file(f"{self._root}/{name}"))
-                return int(tree["epoch"]), [_read_entry(name, each) for each in tree["checkpoints"]]
-            except (FileNotFoundError, ValueError, KeyError, TypeError):  # replaced since, or half written
+                return _read_list(name, self._fs.cat_file(f"{self._root}/{name}"))
+            except FileNotFoundError:  # replaced since
                 continue
-        return 0, []
+            except (ValueError, KeyError, TypeError) as error:  # half written
+                logger.warning("%s/%s is unreadable (%s): listing what is complete", self.url, name, error)
+                return self._complete()
+        return []
+
+    def _complete(self) -> list[RemoteCheckpoint]:
+        """Return the checkpoints whose files are there with their sizes, in order of writing."""
+        found: list[RemoteCheckpoint] = []
+        for name in self._names():
+            if match := CHECKPOINT.fullmatch(name):
+                folder = f"{self._root}/{name}"
+                try:
+                    manifest = _parse_manifest(self._fs.cat_file(f"{folder}/{MANIFEST}"))
+                    sizes = [self._fs.info(f"{folder}/{file}")["size"] for file in manifest]
+                    lineage = str(json.loads(self._fs.cat_file(f"{folder}/{LEARNER}"))["lineage"])
+                except (FileNotFoundError, ValueError, KeyError, TypeError, CheckpointError):
+                    continue
+                if sizes == [expected[0] for expected in manifest.values()]:
+                    found.append(RemoteCheckpoint(name, int(match[1]), lineage, int(match[3]), int(match[2])))
+        return sorted(found, key=lambda each: (each.serial, each.epoch))
 
     def _names(self) -> list[str]:
         self._fs.invalidate_cache()
@@ -202,6 +237,10 @@ class RemoteFolder:
             self._fs.rm_file(f"{folder}/{MANIFEST}")
         if self._fs.exists(folder):
             self._fs.rm(folder, recursive=True)
+
+    @property
+    def _is_local(self) -> bool:
+        return isinstance(self._fs, LocalFileSystem)
 
     def _make_folder(self, path: str) -> None:
         protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
@@ -291,8 +330,17 @@ def _runs_below(url: str) -> list[tuple[RemoteFolder, list[RemoteCheckpoint]]]:
     return [(run, listed) for run in below if (listed := run.read_list())]
 
 
+def _read_list(file: str, content: bytes) -> list[RemoteCheckpoint]:
+    tree = json.loads(content)
+    if int(tree["schema"]) > SCHEMA:
+        raise CheckpointError(
+            f"{file} has schema {tree['schema']}, this build reads {SCHEMA}: use the build that wrote it"
+        )
+    return [_read_entry(file, each) for each in tree["checkpoints"]]
+
+
 def _read_entry(file: str, entry: dict[str, Any]) -> RemoteCheckpoint:
-    checkpoint = RemoteCheckpoint(**entry)
+    checkpoint = RemoteCheckpoint(**{each.name: entry[each.name] for each in fields(RemoteCheckpoint)})
     if not CHECKPOINT.fullmatch(checkpoint.name):  # a path, in the store of another
         raise CheckpointError(f"{file} lists {checkpoint.name!r}, which is no checkpoint's name")
     return checkpoint

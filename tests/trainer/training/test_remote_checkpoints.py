@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,86 @@ def test_a_half_written_list_is_passed_over(url: str, local: Callable[[int], Che
     fs, root = fsspec.core.url_to_fs(url)
     fs.pipe_file(f"{root}/manifest-000001-000009.json", b'{"epoch": 1, "checkp')
     assert steps(url) == [4]
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"schema": 1, "epoch": 1}'])
+def test_an_unreadable_list_deletes_no_complete_checkpoint(
+    url: str, local: Callable[[int], Checkpoint], tmp_path: Path, content: bytes
+) -> None:
+    """Its content was lost in a power cut, and that of a file of an incomplete checkpoint."""
+    remote = taken(url, 1)
+    for step, retained in ((4, []), (8, ["step-000004"]), (12, ["step-000008"])):
+        remote.upload(local(step), retained, read_back=False)
+    fs, root = fsspec.core.url_to_fs(url)
+    fs.invalidate_cache()
+    fs.pipe_file(f"{root}/{max(name for name in remote._names() if name.startswith('manifest-'))}", content)
+    fs.copy(f"{root}/step-000012.000001-000003", f"{root}/step-000016.000001-000004", recursive=True)
+    fs.pipe_file(f"{root}/step-000016.000001-000004/model.safetensors", b"")
+    assert steps(url) == [8, 12]
+    successor = taken(url, 2)
+    assert steps(url) == [8, 12]
+    assert sorted(name for name in successor._names() if name.startswith("step-")) == [
+        "step-000008.000001-000002",
+        "step-000012.000001-000003",
+    ]
+    assert fetch_by_url(url, tmp_path / "restored").state.step == 12
+
+
+def rewrite_list(url: str, schema: int) -> None:
+    fs, root = fsspec.core.url_to_fs(url)
+    name = max(path for path in fs.ls(root, detail=False) if "/manifest-" in path)
+    tree = json.loads(fs.cat_file(name))
+    fs.rm_file(name)
+    tree["schema"] = schema
+    tree["checkpoints"] = [{**each, "num_tokens": 5} for each in tree["checkpoints"]]
+    fs.pipe_file(name, json.dumps(tree).encode())
+
+
+def test_a_list_of_a_later_build_deletes_no_checkpoint(url: str, local: Callable[[int], Checkpoint]) -> None:
+    """Unknown fields are ignored; a later schema is refused before anything changes."""
+    taken(url, 1).upload(local(4), [], read_back=False)
+    rewrite_list(url, schema=1)
+    assert steps(url) == [4]
+    taken(url, 2)
+    assert steps(url) == [4]
+    rewrite_list(url, schema=2)
+    later = RemoteFolder(url, 3)
+    for access in (later.take_over, later.read_list):
+        with pytest.raises(CheckpointError, match="has schema 2, this build reads 1"):
+            access()
+    assert [name for name in later._names() if name.startswith("step-")] == ["step-000004.000001-000001"]
+
+
+def test_a_list_is_synced_before_a_checkpoint_is_deleted(
+    local: Callable[[int], Checkpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "store" / "run"
+    remote = taken(str(root), 1)
+    remote.upload(local(4), [], read_back=False)
+    changes: list[str] = []
+    fsync, rm = os.fsync, remote._fs.rm_file
+
+    def sync(descriptor: int) -> None:
+        changes.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def remove(path: str) -> None:
+        changes.append("removed")
+        rm(path)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(remote._fs, "rm_file", remove)
+    remote.upload(local(8), [], read_back=False)
+    before = changes[: changes.index("removed")]
+    assert before[-2:] == [str(root / "manifest-000001-000003.json"), str(root)]
+
+
+def test_steps_of_seven_digits_have_copies(url: str, local: Callable[[int], Checkpoint], tmp_path: Path) -> None:
+    remote = taken(url, 1)
+    for step in (999_999, 1_000_000):
+        remote.upload(local(step), [], read_back=False)
+    assert [each.step for each in taken(url, 2).checkpoints] == [1_000_000]
+    assert fetch_by_url(url, tmp_path / "restored").state.step == 1_000_000
 
 
 @pytest.mark.parametrize("harm", ["damaged", "truncated", "missing"])
