@@ -1,6 +1,8 @@
 """Acts ask once, say what they did, and need a token to write; a session is out of a script's reach."""
 
 import json
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -151,6 +153,21 @@ def test_a_recipe_fills_the_configuration(control_url: str, page: Any) -> None:
     assert "exp_name: dapo\noutput_dir: runs/dapo\n" in area.input_value()
 
 
+def test_a_configuration_that_was_typed_is_replaced_after_a_question(control_url: str, page: Any) -> None:
+    open_acts(page, control_url)
+    area, recipe = page.get_by_label("Configuration, as YAML"), page.get_by_label("From a recipe")
+    area.fill("exp_name: sea")
+    recipe.select_option("recipes/dapo")
+    page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
+    page.get_by_role("dialog").wait_for(state="hidden")
+    assert (area.input_value(), recipe.input_value()) == ("exp_name: sea", "")
+    recipe.select_option("recipes/dapo")
+    page.get_by_role("dialog").get_by_role("button", name="Replace").click()
+    page.wait_for_function("area => area.value.includes('exp_name: dapo')", arg=area.element_handle())
+    recipe.select_option("recipes/grpo")  # of the unchanged recipe nothing is lost
+    page.wait_for_function("area => area.value.includes('exp_name: grpo')", arg=area.element_handle())
+
+
 def test_steps_are_reproduced_and_a_fork_without_a_checkpoint_is_refused(control_url: str, page: Any) -> None:
     open_acts(page, control_url)
     page.get_by_label("Step", exact=True).fill("2")
@@ -275,6 +292,40 @@ def test_curves_that_are_opened_before_the_first_step_show_it(
         redis.hset(RunKeys("sea").record, "state", RunState.RUNNING)
     page.locator(".uplot canvas").first.wait_for()
     assert page.locator("#metrics option").count() > 0
+
+
+def test_the_bars_of_groups_in_flight_end_now(control_url: str, page: Any) -> None:
+    """The others ended within seconds of their start."""
+    page.clock.set_system_time(time.time() + 864_000)
+    page.goto(f"{control_url}/ui/#/groups/lake")
+    page.locator("svg.gantt").first.wait_for()
+    titles = page.locator("svg.gantt title").all_text_contents()
+    assert titles[0].startswith("played 864,")
+    assert sum("864," in title for title in titles) == 3
+
+
+def test_times_of_another_day_have_their_date(control_url: str, redis_url: str, page: Any) -> None:
+    with Redis.from_url(redis_url) as redis:
+        redis.xadd(RunKeys("lake").history, {"e": "recovered", "d": json.dumps({"component": "learner"})})
+    today = r"^\d+:\d+:\d+ [AP]M learner is ready again$"
+    page.goto(f"{control_url}/ui/#/mesh/lake")
+    page.locator("li").filter(has_text=re.compile(today)).wait_for()
+    page.clock.set_system_time(time.time() + 2 * 86400)
+    page.reload()
+    page.locator("li").filter(
+        has_text=re.compile(r"^\d+/\d+/\d+, \d+:\d+:\d+ [AP]M learner is ready again$")
+    ).wait_for()
+
+
+def test_the_focus_stays_on_a_link_of_a_table_that_is_refreshed(control_url: str, redis_url: str, page: Any) -> None:
+    page.goto(f"{control_url}/ui/#/groups/lake")
+    link = page.get_by_role("link", name="6", exact=True)
+    with page.expect_response("**/events?*"):
+        link.focus()
+    with page.expect_response("**/groups?*"), Redis.from_url(redis_url) as redis:
+        redis.xadd(RunKeys("lake").key("buffer", "life"), {"n": "9", "e": "submitted", "d": "3"})
+    page.wait_for_timeout(300)
+    assert link.evaluate("element => element === document.activeElement")
 
 
 def test_curves_are_marked_where_a_component_died_and_recovered(control_url: str, redis_url: str, page: Any) -> None:

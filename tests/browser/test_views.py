@@ -224,6 +224,46 @@ def test_the_lag_of_a_step_leads_to_its_groups(folder_url: str, page: Any) -> No
     assert page.get_by_label("Step", exact=True).input_value() == "1"
 
 
+def test_the_lags_are_read_with_the_keyboard(folder_url: str, page: Any) -> None:
+    see(page, folder_url, "mesh")
+    canvas = page.locator("canvas")
+    canvas.focus()
+    for key in ("Enter", "ArrowRight", "ArrowLeft", "ArrowDown", "ArrowRight", "ArrowUp"):
+        page.keyboard.press(key)
+    lags = page.request.get(f"{folder_url}/runs/lake/lags").json()
+    page.get_by_text(f"Steps from 2: {lags['counts'][1][1]} groups with lag 1.").wait_for()
+    page.keyboard.press("Enter")
+    page.get_by_text("1 to 2 of 2").wait_for()
+    assert page.get_by_label("Step", exact=True).input_value() == "2"
+
+
+@pytest.mark.parametrize(
+    ("view", "focused", "key"),
+    [
+        ("groups", "label:has-text('Order') select", "ArrowDown"),
+        ("curves", "label:has-text('Axis') select", "ArrowDown"),
+        ("groups", "nav a:has-text('Mesh')", "Enter"),
+    ],
+)
+def test_the_focus_stays_while_the_view_is_drawn_again(
+    folder_url: str, page: Any, view: str, focused: str, key: str
+) -> None:
+    see(page, folder_url, view)
+    page.locator(focused).focus()
+    page.locator(focused).evaluate("element => element.id = 'drawn'")
+    page.keyboard.press(key)
+    page.locator("#drawn").wait_for(state="detached")
+    page.locator(f"{focused}:focus").wait_for()
+
+
+def test_the_focus_of_a_link_that_is_followed_moves_to_the_view(folder_url: str, page: Any) -> None:
+    see(page, folder_url, "groups")
+    page.get_by_role("link", name="6", exact=True).focus()
+    page.keyboard.press("Enter")
+    page.get_by_role("heading", name="Members").wait_for()
+    page.wait_for_function("document.activeElement.id === 'main'")
+
+
 def test_a_column_of_lags_leads_to_the_step_that_it_begins_at(folder_url: str, page: Any) -> None:
     """36 / 28 * 21 is 27.000000000000004 in floats."""
     lags = {"total": 28, "first": 0, "last": 35, "counts": [[1]] * 28}

@@ -197,9 +197,16 @@ function startActs(report, recipes) {
   const yaml = h("textarea", { spellcheck: false, placeholder: "exp_name: lake\noutput_dir: runs/lake\n..." });
   const problems = h("ol", { class: "bad" });
   const check = () => submit("/runs?dry_run=true", yaml, problems).then(() => report.done("The configuration is valid."), report.refused);
-  const fill = async (/** @type {string} */ name) => { if (name) yaml.value = await getText(`/recipes/${name}`); };
+  let filled = ["", ""];
+  const fill = async (/** @type {string} */ name) => {
+    const isTyped = yaml.value.trim() && yaml.value !== filled[1];
+    const may = name && (!isTyped || await ask("Replace the configuration that you changed?", "Replace"));
+    if (may) filled = [name, yaml.value = await getText(`/recipes/${name}`)];
+    else if (name) /** @type {HTMLSelectElement} */ (recipe.control).value = filled[0];
+  };
   const names = recipes.map(({ name, about }) => /** @type {[string, string]} */ ([name, `${name}: ${about}`]));
-  return h("section", { class: "yaml" }, h("h2", {}, "Start a run"), choice("From a recipe", [["", "none"], ...names], "", fill),
+  const recipe = choice("From a recipe", [["", "none"], ...names], "", fill);
+  return h("section", { class: "yaml" }, h("h2", {}, "Start a run"), recipe,
     h("label", {}, "Configuration, as YAML", yaml), problems, h("p", { class: "bar" },
       h("button", { type: "button", onclick: check }, "Check"),
       button(report, "Start", () => "Start this run?", async () => {

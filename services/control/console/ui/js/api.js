@@ -69,24 +69,16 @@ export async function get(path) {
 }
 
 /** @param {string} method @param {string} path @param {any} [body] */
-export async function send(method, path, body) {
-  return (await call(method, path, { body: body === undefined ? undefined : JSON.stringify(body) })).json();
-}
+export const send = async (method, path, body) => (await call(method, path, { body: body && JSON.stringify(body) })).json();
 
 /** @param {string} path @param {string} yaml */
-export async function sendYaml(path, yaml) {
-  return (await call("POST", path, { body: yaml, type: "application/yaml" })).json();
-}
+export const sendYaml = async (path, yaml) => (await call("POST", path, { body: yaml, type: "application/yaml" })).json();
 
 /** @param {string} path */
-export async function getText(path) {
-  return (await call("GET", path)).text();
-}
+export const getText = async (path) => (await call("GET", path)).text();
 
 /** @param {string} path */
-export async function getTrajectory(path) {
-  return decodeTrajectory(await (await call("GET", path, { accept: "application/msgpack" })).arrayBuffer());
-}
+export const getTrajectory = async (path) => decodeTrajectory(await (await call("GET", path, { accept: "application/msgpack" })).arrayBuffer());
 
 /** Say in the page's head why no events arrive. @param {string} why empty if they do */
 const sayLost = (why) => { byId("lost").textContent = why && `No new events: ${why}`; };

@@ -1,7 +1,7 @@
 // Frame of the page: session, choice of run and view by the address's fragment, `#/view/run?parameters`.
 
 import { get, listen, prefetch, Refusal, send } from "./api.js";
-import { byId, h } from "./dom.js";
+import { byId, h, keepFocus } from "./dom.js";
 import * as acts from "./acts.js";
 import * as curves from "./curves.js";
 import * as groups from "./groups.js";
@@ -58,7 +58,7 @@ function address(run, view, params) {
 }
 
 async function render() {
-  const mine = ++turn;
+  const [mine, restoreFocus] = [++turn, keepFocus()];
   leave();
   leave = () => {};
   const main = /** @type {HTMLElement} */ (byId("main"));
@@ -102,6 +102,7 @@ async function render() {
   } catch (error) {
     if (mine === turn) fill(problem(error));
   }
+  if (mine === turn) restoreFocus();
 }
 
 /**

@@ -118,7 +118,7 @@ export async function show(context, main) {
     const [ids, answers] = [[...chosen], await read()];
     const all = [...new Set(answers.flatMap((answer) => answer.names))];
     names = asked ? asked.split(",") : DEFAULT.filter((name) => all.includes(name));
-    metrics.replaceChildren(...all.map((name) => h("option", { value: name })));
+    if (metrics.childElementCount !== all.length) metrics.replaceChildren(...all.map((name) => h("option", { value: name })));
     const isMarked = axis !== "trajectories" && chosen.has(context.run);
     const marks = isMarked ? [...changesOf(run), ...deaths].filter((mark) => mark.step !== null).sort((a, b) => a.at - b.at) : [];
     list.replaceChildren(marks.length ? legend(marks) : "");

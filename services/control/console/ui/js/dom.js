@@ -61,9 +61,25 @@ export function short(value, digits = 3) {
   return Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(digits)));
 }
 
-/** @param {number | null | undefined} unix */
+/** Format a time, with its date unless that is today. @param {number | null | undefined} unix */
 export function clock(unix) {
-  return unix ? new Date(unix * 1000).toLocaleTimeString() : "–";
+  if (!unix) return "–";
+  const time = new Date(unix * 1000);
+  return time.toDateString() === new Date().toDateString() ? time.toLocaleTimeString() : time.toLocaleString();
+}
+
+/** Return what an element is to a user: its kind and its name. @param {any} element */
+const nameOf = (element) => `${element.tagName} ${element.ariaLabel ?? element.labels?.[0]?.textContent ?? element.textContent}`;
+
+/** Return a function for after a redraw: it focuses what replaces the element that has the focus now, or else the view. */
+export function keepFocus() {
+  const focused = document.activeElement ?? document.body;
+  const name = focused === document.body ? "" : nameOf(focused);
+  return () => {
+    if (!name || document.activeElement !== document.body) return;
+    const replacement = [...document.querySelectorAll(focused.tagName)].find((each) => nameOf(each) === name) ?? byId("main");
+    /** @type {HTMLElement} */ (replacement).focus({ preventScroll: true });
+  };
 }
 
 /**

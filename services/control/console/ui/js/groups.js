@@ -1,7 +1,7 @@
 // Lives of groups: table with times as bars, reasons, rewards; odd ones first on demand.
 
 import { get } from "./api.js";
-import { choice, h, s, short } from "./dom.js";
+import { choice, h, keepFocus, s, short } from "./dom.js";
 
 export const title = "Groups";
 
@@ -29,13 +29,11 @@ function gantt(group, from, to) {
 }
 
 /** @param {(number | null)[]} rewards */
-function rewardsOf(rewards) {
-  return rewards.length ? rewards.map((reward) => short(reward, 2)).join("  ") : "–";
-}
+const rewardsOf = (rewards) => rewards.length ? rewards.map((reward) => short(reward, 2)).join("  ") : "–";
 
-/** @param {import("./app.js").Context} context @param {any[]} groups */
-function table(context, groups) {
-  const times = groups.flatMap((group) => [group.admitted_at, group.submitted_at, group.trained_at, group.ended_at]).filter(Boolean);
+/** @param {import("./app.js").Context} context @param {any[]} groups @param {number} now end of the bars of groups in flight */
+function table(context, groups, now) {
+  const times = groups.flatMap((group) => [group.admitted_at, group.submitted_at, group.trained_at, group.ended_at ?? now]).filter(Boolean);
   const [from, to] = [Math.min(...times), Math.max(...times)];
   return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Groups" }, h("table", {}, h("thead", {}, h("tr", {},
     ["group", "state", "tag"].map((name) => h("th", { scope: "col" }, name)),
@@ -66,22 +64,24 @@ export async function show(context, main) {
   reasons, list);
   const draw = async () => {
     const page = await get(`/runs/${context.run}/groups?${new URLSearchParams({ ...query, limit: String(LIMIT) })}`);
-    const offset = Number(query.offset ?? 0);
-    list.replaceChildren(page.groups.length ? table(context, page.groups) : h("p", {}, "No group matches."),
+    const [offset, restoreFocus] = [Number(query.offset ?? 0), keepFocus()];
+    list.replaceChildren(page.groups.length ? table(context, page.groups, run.ended_at || Date.now() / 1000) : h("p", {}, "No group matches."),
       h("p", {}, `${page.groups.length ? offset + 1 : 0} to ${offset + page.groups.length} of ${short(page.total)} `,
         offset > 0 ? h("button", { onclick: () => go({ offset: Math.max(0, offset - LIMIT) }) }, "Before") : null, " ",
         page.next !== null ? h("button", { onclick: () => go({ offset: page.next }) }, "Next") : null));
+    restoreFocus();
   };
-  const count = (/** @type {any} */ run) => {
+  let run = await get(`/runs/${context.run}`);
+  const count = () => {
     const table = (/** @type {Record<string, number>} */ why) => Object.entries(why).map(([name, n]) => `${name} ${n}`).join(", ") || "none";
     if (run.counters) reasons.textContent = `Dropped: ${table(run.counters.dropped)}. Failed: ${table(run.counters.failed)}.`;
   };
-  count(await get(`/runs/${context.run}`));
+  count();
   await draw();
   if (context.isFolder) return;
   let due = false;
   const timer = setInterval(() => { if (due && !document.hidden) { due = false; draw(); } }, REFRESH_MS);
-  return { on: { run: count, life: () => { due = true; } }, leave: () => clearInterval(timer) };
+  return { on: { run: (/** @type {any} */ view) => { run = view; count(); }, life: () => { due = true; } }, leave: () => clearInterval(timer) };
 }
 
 /** @param {import("./app.js").Context} context @param {HTMLElement} main @param {string} number */

@@ -6,21 +6,10 @@ export function decode(buffer) {
   const text = new TextDecoder();
   let at = 0;
 
-  /** @param {number} size */
-  function uint(size) {
-    const start = at;
+  /** @param {number} size @param {"Uint" | "Int"} [kind] */
+  function integer(size, kind = "Uint") {
     at += size;
-    if (size === 1) return view.getUint8(start);
-    if (size === 2) return view.getUint16(start);
-    return size === 4 ? view.getUint32(start) : Number(view.getBigUint64(start));
-  }
-  /** @param {number} size */
-  function int(size) {
-    const start = at;
-    at += size;
-    if (size === 1) return view.getInt8(start);
-    if (size === 2) return view.getInt16(start);
-    return size === 4 ? view.getInt32(start) : Number(view.getBigInt64(start));
+    return Number(/** @type {any} */ (view)[`get${size === 8 ? "Big" : ""}${kind}${8 * size}`](at - size));
   }
   /** @param {number} length */
   function bytes(length) {
@@ -43,7 +32,7 @@ export function decode(buffer) {
   }
   /** @returns {any} */
   function value() {
-    const kind = uint(1);
+    const kind = integer(1);
     if (kind < 0x80) return kind;
     if (kind < 0x90) return map(kind & 15);
     if (kind < 0xa0) return array(kind & 15);
@@ -51,14 +40,14 @@ export function decode(buffer) {
     if (kind >= 0xe0) return kind - 256;
     if (kind === 0xc0) return null;
     if (kind === 0xc2 || kind === 0xc3) return kind === 0xc3;
-    if (kind >= 0xc4 && kind <= 0xc6) return bytes(uint(1 << (kind - 0xc4)));
+    if (kind >= 0xc4 && kind <= 0xc6) return bytes(integer(1 << (kind - 0xc4)));
     if (kind === 0xca) return (at += 4, view.getFloat32(at - 4));
     if (kind === 0xcb) return (at += 8, view.getFloat64(at - 8));
-    if (kind >= 0xcc && kind <= 0xcf) return uint(1 << (kind - 0xcc));
-    if (kind >= 0xd0 && kind <= 0xd3) return int(1 << (kind - 0xd0));
-    if (kind >= 0xd9 && kind <= 0xdb) return text.decode(bytes(uint(1 << (kind - 0xd9))));
-    if (kind === 0xdc || kind === 0xdd) return array(uint(kind === 0xdc ? 2 : 4));
-    if (kind === 0xde || kind === 0xdf) return map(uint(kind === 0xde ? 2 : 4));
+    if (kind >= 0xcc && kind <= 0xcf) return integer(1 << (kind - 0xcc));
+    if (kind >= 0xd0 && kind <= 0xd3) return integer(1 << (kind - 0xd0), "Int");
+    if (kind >= 0xd9 && kind <= 0xdb) return text.decode(bytes(integer(1 << (kind - 0xd9))));
+    if (kind === 0xdc || kind === 0xdd) return array(integer(kind === 0xdc ? 2 : 4));
+    if (kind === 0xde || kind === 0xdf) return map(integer(kind === 0xde ? 2 : 4));
     throw new Error(`msgpack type ${kind} at ${at}`);
   }
   return value();
