@@ -35,7 +35,7 @@ def evaluation_values(
         **{
             f"env/{tag}/{name}": value
             for tag, members in by_tag.items()
-            for name, value in _tag_values(members, group_size).items()
+            for name, value in _tag_values(members, num_episodes, group_size).items()
         },
     }
 
@@ -76,13 +76,17 @@ def _rewards(trajectories: Sequence[Trajectory]) -> dict[str, Partial]:
     return {name: mean(t.metrics[name] for t in trajectories if name in t.metrics) for name in names}
 
 
-def _tag_values(members: Sequence[Trajectory], group_size: int) -> dict[str, Partial]:
-    """Return a tag's metrics, also by seat, over the episodes that did not fail."""
+def _tag_values(members: Sequence[Trajectory], num_episodes: int, group_size: int) -> dict[str, Partial]:
+    """Return a tag's metrics, also by seat, over the episodes that did not fail; pass@k as in total, over whole groups."""
     groups: dict[int, list[bool]] = {}
     if any(map(reports_success, members)):
         for trajectory in members:
             groups.setdefault(trajectory.index // group_size, []).append(is_success(trajectory))
-    whole = [group + [False] * (group_size - len(group)) for group in groups.values()]
+    whole = [
+        group + [False] * (group_size - len(group))
+        for number, group in groups.items()
+        if number < num_episodes // group_size
+    ]
     return {**success_values(members), **_pass_at_k(whole, group_size), **_episodes(members), **_seats(members)}
 
 
