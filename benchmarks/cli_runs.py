@@ -120,7 +120,8 @@ def bench_peer(
         typer.Option("--set", metavar="KEY=VALUE", help="Of the runs' configuration; give --folder one of its own."),
     ] = None,
     folder: Annotated[
-        Path, typer.Option(metavar="DIR", help="Holds the runs; those that are there are not measured again.")
+        Path,
+        typer.Option(metavar="DIR", help="Holds the runs; those with these --steps and --set are not measured again."),
     ] = Path("runs/bench-peer"),
     venv: Annotated[
         Path | None, typer.Option(metavar="DIR", help="TRL's own, made if absent. Default: in the user's cache.")

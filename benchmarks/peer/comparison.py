@@ -1,5 +1,6 @@
 """`offbeat bench peer`: runs, evaluates and compares both sides; existing runs are reused by default."""
 
+import itertools
 import json
 import shutil
 import statistics
@@ -10,6 +11,7 @@ from typing import Any
 
 from offbeat.benchmarks.harness.result import console, cpu_name, mean_interval, show
 from offbeat.benchmarks.peer import data_steps
+from offbeat.benchmarks.peer.done import MeasuredWith, read_done
 from offbeat.benchmarks.peer.options import (
     DATA_SETTINGS,
     OFFBEAT,
@@ -43,7 +45,6 @@ TARGETS = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 MEDIANS = ("trajectories_per_s", "step_s", "step_cpu_s", "startup_s")
 """Of a side, in the order of the table's columns."""
 SUCCESSES = "successes.json"
-DONE = "done"
 
 
 class PeerBench:
@@ -53,22 +54,31 @@ class PeerBench:
         self._guest = TRL_VENV.python_of(options.venv)
 
     def measure(self, setting: PeerSetting, seed: int, side: str) -> SideRun:
-        name = f"{TRL}-together" if side == TRL and self._options.together else side
-        folder = self._options.folder / f"{setting.name}-{seed}" / name
+        folder, done = self._folder(setting, seed, side), self.find_done(setting, seed, side)
         config = self.config(setting, seed, folder.resolve() / "run", side)
-        if self._options.fresh or not (folder / DONE).exists():
+        if done is None:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             self._run(setting, seed, side, config, folder)
-            (folder / DONE).touch()
+            done = MeasuredWith.now(self._options.steps or setting.steps, self._options.overrides)
+            done.write(folder)
         policy = self._policy(setting, seed)
-        run = read_trl(folder) if side == TRL else read_offbeat(folder / "run", policy)
+        run = replace(read_trl(folder) if side == TRL else read_offbeat(folder / "run", policy), measured=done)
         if setting.from_command:
             if side == TRL:
                 run = replace(run, startup_s=run.startup_s + _warm_start_s(policy))
             run = run.from_command()
         job_config = self.config(setting, seed, folder.resolve() / "run", TRL)
         return self._rated(setting, job_config, run, folder, f"{setting.name}, seed {seed}, {side}")
+
+    def find_done(self, setting: PeerSetting, seed: int, side: str) -> MeasuredWith | None:
+        """Return with what the run to reuse was measured; raises PeerError if it is another."""
+        steps, folder = self._options.steps or setting.steps, self._folder(setting, seed, side)
+        return None if self._options.fresh else read_done(folder, steps, self._options.overrides)
+
+    def _folder(self, setting: PeerSetting, seed: int, side: str) -> Path:
+        name = f"{TRL}-together" if side == TRL and self._options.together else side
+        return self._options.folder / f"{setting.name}-{seed}" / name
 
     def config(self, setting: PeerSetting, seed: int, output: Path, side: str) -> RunConfig:
         """Return a side's configuration, from which TRL's job is derived; create a missing policy."""
@@ -133,6 +143,8 @@ def run(options: PeerOptions) -> dict[str, Any]:
     settings = [with_overrides(SETTINGS[name], options.overrides) for name in names]
     with console().status("starting") as status:
         bench = PeerBench(options, status.update)
+        for setting, seed, side in itertools.product(settings, options.seeds, options.sides):
+            bench.find_done(setting, seed, side)
         results = [_setting(bench, options, setting) for setting in settings]
         of_rows = [data_steps.run(options, name, status.update) for name in DATA_SETTINGS if name in options.settings]
     for result in results:
@@ -203,6 +215,7 @@ def _side(
         "runs": [
             {
                 "seed": seed,
+                "measured": run.measured and asdict(run.measured),
                 "trajectories_per_s": run.rate(batch),
                 "step_s": run.step_s(),
                 "step_cpu_s": run.step_cpu_s(),
@@ -273,6 +286,10 @@ def _show(result: dict[str, Any]) -> None:
                 f"{kind} {seconds:.2f}" for kind, seconds in run["step_cpu_s_by_kind"].items() if seconds >= 0.01
             )
             console().print(f"CPU s/step of {side}, seed {run['seed']}: {spent or 'not seen'}", markup=False)
+            measured = MeasuredWith(**run["measured"])
+            if not measured.is_of_now:
+                origin = f"{measured.measured_at}, build {measured.build}, {measured.cpu}"
+                console().print(f"{side}, seed {run['seed']} was measured {origin}", markup=False)
 
 
 def _reached(run: dict[str, Any]) -> str | None:

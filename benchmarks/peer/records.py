@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from offbeat.benchmarks.peer.cpu_meter import CPU
+from offbeat.benchmarks.peer.done import MeasuredWith
 
 WARM_UP_STEPS = 5
 """Excluded from rates."""
@@ -48,6 +49,7 @@ class SideRun:
     """(Unix time, CPU seconds)."""
     cpu_by_kind: dict[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
     """At the times of `cpu`."""
+    measured: MeasuredWith | None = None
 
     def with_successes(self, successes: Sequence[float]) -> "SideRun":
         pairs = zip(self.snapshots, successes, strict=True)

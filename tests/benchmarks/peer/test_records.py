@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from offbeat.benchmarks.harness.result import mean_interval
-from offbeat.benchmarks.peer.comparison import common_target, compare
+from offbeat.benchmarks.peer.comparison import PeerBench, common_target, compare
 from offbeat.benchmarks.peer.cpu_meter import CPU, CpuMeter, kind_of
+from offbeat.benchmarks.peer.done import MeasuredWith, read_done
 from offbeat.benchmarks.peer.options import PeerError, PeerOptions, parse
 from offbeat.benchmarks.peer.records import (
     PeerStep,
@@ -273,3 +274,35 @@ def last_cpu(path: Path) -> float:
 )
 def test_a_process_is_known_by_its_command_line(command: list[str], kind: str) -> None:
     assert kind_of(command) == kind
+
+
+@pytest.mark.parametrize(
+    ("stored", "was"),
+    [
+        ((120, ()), "--steps 120,"),
+        ((20, ("lr=1",)), "--steps 20 --set lr=1,"),
+        (None, "unknown steps and --set,"),
+    ],
+)
+def test_a_run_with_other_steps_or_overrides_is_not_taken_for_the_one_asked_for(
+    tmp_path: Path, stored: tuple[int, tuple[str, ...]] | None, was: str
+) -> None:
+    folder = tmp_path / "a-1" / "offbeat"
+    folder.mkdir(parents=True)
+    (folder / "done").touch()  # as it was before it said with what
+    if stored is not None:
+        MeasuredWith.now(*stored).write(folder)
+    options = parse(settings="a", seeds="1", sides="offbeat", venv=tmp_path, steps=20, folder=tmp_path)
+    with pytest.raises(PeerError, match=f"a-1/offbeat holds a run with {was} not --steps 20: --fresh"):
+        PeerBench(options, print).measure(SETTINGS["a"], 1, "offbeat")
+
+
+def test_a_reused_run_says_with_what_it_was_measured(tmp_path: Path) -> None:
+    assert read_done(tmp_path, 20, ()) is None
+    done = MeasuredWith.now(20, ("lr=1",))
+    done.write(tmp_path)
+    assert read_done(tmp_path, 20, ("lr=1",)) == done
+    assert not replace(done, build="0.1.0 abcdef01").is_of_now
+    run = replace(side(1.0, [0.1, 0.4, 0.8, 0.96, 0.97]), measured=done)
+    (shown,) = compare({"offbeat": {1: run}}, 64)["sides"]["offbeat"]["runs"]
+    assert shown["measured"]["steps"] == 20
