@@ -37,6 +37,7 @@ LEFT_OUT = (
     "pipelines of rows or pairs"
 )
 MAX_CACHED_STEPS = 64
+"""Whose tokens are kept in memory."""
 
 
 class RecordedTrajectories:
@@ -45,21 +46,33 @@ class RecordedTrajectories:
         self._model_folder = model_folder
         self._tokenizer = CachedFile(folder / run_folder.CONFIG, self._load_tokenizer)
         self._tokens: dict[int, CachedFile[list[TrajectoryTokens]]] = {}
+        """The last one used last."""
+        self._ratios: dict[int, CachedFile[dict[int, float]]] = {}
+        """By step: largest ratios of its groups."""
         self.steps: frozenset[int] = frozenset()
 
     def refresh(self) -> None:
         self.steps = frozenset(self._log.steps())
         for step in self._tokens.keys() - self.steps:
             del self._tokens[step]
+        for step in self._ratios.keys() - self.steps:
+            del self._ratios[step]
 
     def max_ratios(self) -> dict[int, float]:
         """Return groups' largest ratios, without those of steps whose file can't be read."""
         ratios: dict[int, float] = {}
-        for step in sorted(self.steps)[-MAX_CACHED_STEPS:]:
-            with suppress(NotRecordedError):
-                for tokens in self._of_step(step):
-                    if (ratio := tokens.max_ratio) == ratio:
-                        ratios[tokens.group] = max(ratio, ratios.get(tokens.group, ratio))
+        for step in sorted(self.steps):
+            if step not in self._ratios:
+                self._ratios[step] = CachedFile(self._log.tokens_path(step), partial(self._read_ratios, step))
+            with suppress(CodecError):
+                ratios |= self._ratios[step].get()
+        return ratios
+
+    def _read_ratios(self, step: int) -> dict[int, float]:
+        ratios: dict[int, float] = {}
+        for tokens in self._log.read_tokens(step):
+            if (ratio := tokens.max_ratio) == ratio:
+                ratios[tokens.group] = max(ratio, ratios.get(tokens.group, ratio))
         return ratios
 
     def members(self, step: int, number: int) -> list[MemberView]:
@@ -110,10 +123,14 @@ class RecordedTrajectories:
         return trajectory
 
     def _of_step(self, step: int) -> list[TrajectoryTokens]:
-        if step not in self._tokens:
-            self._tokens[step] = CachedFile(self._log.tokens_path(step), partial(self._log.read_tokens, step))
+        file = self._tokens.pop(step, None) or CachedFile(
+            self._log.tokens_path(step), partial(self._log.read_tokens, step)
+        )
+        self._tokens[step] = file
+        if len(self._tokens) > MAX_CACHED_STEPS:
+            del self._tokens[next(iter(self._tokens))]
         try:
-            return self._tokens[step].get()
+            return file.get()
         except CodecError as error:
             raise NotRecordedError(str(error)) from error
 

@@ -159,6 +159,15 @@ def test_a_growing_ledger_is_followed(run_folder: Path, tmp_path: Path, monkeypa
     assert [group.number for group in archive.groups(GroupQuery(limit=1)).groups] == [10]
 
 
+def test_ratios_are_those_of_all_kept_steps(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offbeat.deploy.console.trajectories.MAX_CACHED_STEPS", 1)
+    archive = FolderArchive(run_folder)
+    for _ in range(2):
+        groups = {group.number: group for group in archive.groups(GroupQuery()).groups}
+        assert {number for number, group in groups.items() if group.max_ratio is not None} == {3, 6}
+        assert all(archive.group(number).max_ratio == groups[number].max_ratio for number in (3, 6))
+
+
 def test_a_step_whose_tokens_are_damaged_hides_no_others(run_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "lake"
     shutil.copytree(run_folder, folder)
