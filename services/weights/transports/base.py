@@ -4,6 +4,7 @@ Invariants: a version is one safetensors file, stored completely or not at all. 
 random token) is never reused.
 """
 
+import errno
 import hashlib
 import os
 import re
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 from blake3 import blake3
 from safetensors import SafetensorError
 
-from offbeat.services.errors import WeightsError
+from offbeat.services.errors import StoreUnavailableError, WeightsError
 from offbeat.services.messages.types import BaseVersion, Manifest
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 WHOLE, DIFFERENCE, ADAPTER = ".safetensors", ".difference", ".adapter"
 READ_BYTES = 4 << 20
 """Enough for BLAKE3 to use several threads."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
 Write = Callable[[Path], tuple[str, int]]
 """Writes a file atomically; returns digest and size."""
 AdapterSettings = Mapping[str, object]
@@ -190,15 +192,22 @@ def write_safetensors(
     """Write a safetensors file atomically; return digest and size."""
     from safetensors.torch import save_file
 
-    return _write_atomically(path, lambda part: save_file(tensors, part, metadata))
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    return _write_atomically(path, lambda part: save_file(tensors, part, metadata), num_bytes)
 
 
 def write_bytes(path: Path, content: bytes | memoryview) -> tuple[str, int]:
     """Write a file atomically; return digest and size."""
-    return _write_atomically(path, lambda part: part.write_bytes(content))
+    return _write_atomically(path, lambda part: part.write_bytes(content), len(content))
 
 
-def _write_atomically(path: Path, write: Callable[[Path], object]) -> tuple[str, int]:
+def _write_atomically(path: Path, write: Callable[[Path], object], num_bytes: int = 0) -> tuple[str, int]:
+    """num_bytes: which the file system must be able to hold.
+
+    Raises:
+        StoreUnavailableError: it is full.
+        WeightsError: any other failure.
+    """
     # A folder: safetensors writes to a file that it names itself, which stays if it is killed
     folder = path.with_name(path.name + ".part")
     try:
@@ -210,7 +219,20 @@ def _write_atomically(path: Path, write: Callable[[Path], object]) -> tuple[str,
             digest = digest_of(stream)
         part.rename(path)
     except (OSError, SafetensorError) as error:
-        raise WeightsError(f"cannot write weights to {path.parent}: {error}") from error
+        failure = f"cannot write weights to {path.parent}: {error}"
+        if not is_full(error):
+            raise WeightsError(failure) from error
+        if (total := shutil.disk_usage(path.parent).total) < num_bytes:
+            raise WeightsError(f"{failure}: it holds {total} bytes, a version has {num_bytes}") from error
+        raise StoreUnavailableError(failure) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return digest, path.stat().st_size
+
+
+def is_full(error: Exception) -> bool:
+    """Return whether a disk, or a quota, was full."""
+    if isinstance(error, OSError):
+        return error.errno in FULL
+    match = re.search(r"\(os error (\d+)\)", str(error))  # safetensors'
+    return match is not None and int(match[1]) in FULL

@@ -60,8 +60,8 @@ class FilesystemTransport:
     def store(self, version: int, epoch: int, suffix: str, write: Write) -> Stored:
         name = file_name(self._owner, version, epoch, suffix)
         location = f"{self._root}/{name}"
-        with tempfile.TemporaryDirectory(prefix="offbeat-stage-") as folder:
-            local = Path(folder) / name
+        with _temporary_folder("offbeat-stage-", StoreUnavailableError) as folder:
+            local = folder / name
             digest, num_bytes = write(local)
             with _translating(f"cannot write weights to {self._root}"):
                 self._fs.makedirs(self._root, exist_ok=True)
@@ -71,8 +71,8 @@ class FilesystemTransport:
     @contextmanager
     def fetch(self, manifest: Manifest) -> Iterator[Path]:
         location = self._own(manifest.location)
-        with tempfile.TemporaryDirectory(prefix="offbeat-fetch-") as folder:
-            local = Path(folder) / "weights.safetensors"
+        with _temporary_folder("offbeat-fetch-", WeightsError) as folder:
+            local = folder / "weights.safetensors"
             with _translating(f"version {manifest.version} is gone or can't be reached", WeightsError):
                 self._fs.get_file(location, str(local))
             with open_verified(local, manifest) as path:
@@ -119,6 +119,15 @@ class FilesystemTransport:
         if folder != self._root or not belongs_to(self._owner, name):
             raise WeightsError(f"{location} is no weight file of run {self._owner!r} in {self._root}")
         return location
+
+
+@contextmanager
+def _temporary_folder(prefix: str, transient: type[MeshError]) -> Iterator[Path]:
+    """Yield a new folder; raises `transient` if the disk is full."""
+    with _translating("cannot make a temporary folder", transient):
+        folder = tempfile.TemporaryDirectory(prefix=prefix)
+    with folder as path:
+        yield Path(path)
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -192,3 +194,55 @@ def test_a_full_store_is_left_without_half_a_version(tmp_path: Path, monkeypatch
     with pytest.raises(StoreUnavailableError, match=r"cannot write weights to .*No space left"):
         store(FilesystemTransport("run", str(tmp_path)))
     assert list(tmp_path.iterdir()) == []
+
+
+FILLED = """
+import errno, sys, tempfile
+from pathlib import Path
+import torch
+from offbeat.services.errors import MeshError
+from offbeat.services.weights.transports.filesystem import FilesystemTransport
+from offbeat.services.weights.transports.shm import SharedMemoryTransport
+
+disk, elsewhere = Path(sys.argv[1]), Path(sys.argv[2])
+
+def stage(transport, temporary, size=100_000):
+    tempfile.tempdir = str(temporary)
+    try:
+        transport.stage(1, 1, {"w": torch.zeros(size)})
+    except MeshError as error:
+        return f"{type(error).__name__}: {error}"
+    return "stored"
+
+ballast = (disk / "ballast").open("wb", buffering=0)
+try:
+    while ballast.write(bytes(4096)):
+        pass
+except OSError as error:
+    assert error.errno == errno.ENOSPC
+file, shm = FilesystemTransport("run", str(elsewhere / "store")), SharedMemoryTransport("run", disk)
+print(stage(file, disk))
+print(stage(FilesystemTransport("run", str(disk / "store")), elsewhere))
+print(stage(shm, elsewhere))
+ballast.truncate(0)
+print(stage(file, disk), stage(shm, elsewhere))
+print(stage(shm, elsewhere, 1_000_000))
+"""
+
+
+def test_full_disks_are_waited_for_unless_a_version_never_fits(tmp_path: Path) -> None:
+    """A real disk, of a megabyte: the temporary folder's, the store's and that of shared memory."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    unshare = ["unshare", "--mount", "sh", "-c"]
+    mount = f"mount -t tmpfs -o size=1m tmpfs {disk}"
+    if not shutil.which("unshare") or subprocess.run([*unshare, mount], capture_output=True, check=False).returncode:
+        pytest.skip("this platform does not allow mounting a tmpfs")
+    command = f'{mount} && exec {sys.executable} -c "$SCRIPT" {disk} {tmp_path}'
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "SCRIPT": FILLED}
+    done = subprocess.run([*unshare, command], env=environment, capture_output=True, text=True, check=False)
+    *full, stored, too_large = done.stdout.splitlines()
+    assert len(full) == 3, done.stderr
+    assert all(line.startswith("StoreUnavailableError: cannot write weights to") for line in full), full
+    assert stored == "stored stored"
+    assert re.match("WeightsError: .*: it holds 1048576 bytes, a version has 4000000", too_large), too_large
