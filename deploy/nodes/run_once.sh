@@ -3,8 +3,9 @@
 #
 #   offbeat-run-once DEPLOY_FILE RUN_FILE [KEY=VALUE]...
 #
-# For run_nodes.sh beside it, and a RayJob (deploy/kubernetes). A run that exists is resumed. The token
-# is that of OFFBEAT_TOKEN_FILE, OFFBEAT_TOKEN, or runs/control/token in this folder.
+# For run_nodes.sh beside it, and a RayJob (deploy/kubernetes). A run that exists is resumed, also one that is active in
+# Redis since a job that was killed. The token is that of OFFBEAT_TOKEN_FILE, OFFBEAT_TOKEN, or runs/control/token in this
+# folder.
 set -eu
 deploy=$1
 run=$2
@@ -38,8 +39,23 @@ said=$(offbeat runs start --dry-run "$run" resume_from_checkpoint=true "$@" 2>&1
     *"to resume: leave it out"*) resume=false ;;
 esac
 
-code=0
-name=$(offbeat runs start "$run" resume_from_checkpoint="$resume" "$@") || code=$?
+errors=$(mktemp)
+trap 'rm -f "$errors"' EXIT
+start() {
+    code=0
+    name=$(offbeat runs start "$run" resume_from_checkpoint="$resume" "$@" 2>"$errors") || code=$?
+    cat "$errors" >&2
+}
+
+start "$@"
+# A run of a job that was killed is active in Redis, with that job's configuration
+active=$(sed -n "s/^offbeat: run '\([^']*\)' is .*/\1/p" "$errors")
+if [ "$code" -eq 4 ] && [ -n "$active" ]; then
+    echo "offbeat-run-once: run $active is active in Redis since an earlier job: it is stopped, and resumed by this one" >&2
+    offbeat runs stop --now "$active" >&2 || :
+    offbeat runs watch "$active" >&2 || :
+    start "$@"
+fi
 if [ "$code" -eq 0 ]; then
     offbeat runs watch "$name" || code=$?
 fi

@@ -1,24 +1,44 @@
 """Scripts that train one run on the nodes of a job."""
 
+import asyncio
+import json
+import math
 import os
 import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 import yaml
 from ray.serve.schema import ServeDeploySchema
 from redis import ConnectionError, Redis
+from redis.asyncio import Redis as AsyncRedis
 
 from offbeat.deploy.cluster import apps
+from offbeat.deploy.config.loader import compose_document
 from offbeat.deploy.token_file import TOKEN_FILE
+from offbeat.services.control.api import create_api
+from offbeat.services.control.interfaces import Health
+from offbeat.services.control.reconciler import Reconciler
+from offbeat.services.control.rights import UNRESTRICTED, Rights, Tokens
+from offbeat.services.control.run import RunSpec, RunState
+from offbeat.services.control.service import ControlService
+from offbeat.services.control.store import RunStore
 from offbeat.services.process import free_port
 from offbeat.services.redis.url_file import read_url_file
-from tests.paths import ROOT
+from tests.copying import replace
+from tests.paths import QUICKSTART, ROOT
+from tests.services.control.api_harness import FakeRunFactory
+from tests.services.control.control_fakes import FakeMesh
+from tests.waiting import wait_until
 
 NODES = ROOT / "deploy" / "nodes"
 BIN = ROOT / ".venv" / "bin"
 SKYPILOT: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "skypilot.yaml").read_text())
+SCRIPT_TIMEOUT_S = 120.0
 SCRIPTS = [
     *sorted(NODES.glob("*.sh")),
     ROOT / "deploy" / "docker" / "make_secrets.sh",
@@ -43,7 +63,7 @@ def run(folder: Path, *arguments: object, path: str, **environment: str) -> subp
         env={**os.environ, "PATH": path, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=SCRIPT_TIMEOUT_S,
         check=False,
     )
 
@@ -165,6 +185,63 @@ case "$2$3" in start--dry-run) {try_resume};; start*) {start};; watch*) {watch};
     assert tried == "offbeat runs start --dry-run r.yaml resume_from_checkpoint=true seed=2"
     assert started == f"offbeat runs start r.yaml resume_from_checkpoint={str(resumed).lower()} seed=2"
     assert watched == ([] if code == 2 else ["offbeat runs watch name"])
+
+
+class ResumingFactory(FakeRunFactory):
+    async def validate(self, document: str | dict[str, Any], rights: Rights) -> RunSpec:
+        spec = await super().validate(document, rights)
+        return replace(spec, resume=json.loads(spec.config).get("resume_from_checkpoint", False))
+
+
+@asynccontextmanager
+async def served(service: ControlService) -> AsyncIterator[str]:
+    server = uvicorn.Server(
+        uvicorn.Config(create_api(service, tokens=Tokens(None, None)), port=0, log_level="error", lifespan="off")
+    )
+    task = asyncio.create_task(server.serve())
+    await wait_until(lambda: server.started)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = server.force_exit = True
+        await task
+
+
+@pytest.fixture
+async def async_redis(redis_url: str) -> AsyncIterator[AsyncRedis]:
+    async with AsyncRedis.from_url(redis_url) as redis:
+        yield redis
+
+
+@pytest.mark.slow
+async def test_a_job_resumes_the_run_of_a_job_that_was_killed(tmp_path: Path, async_redis: AsyncRedis):
+    """Redis keeps it as active, with the configuration of its start; validation, `serve` and the mesh are the test's."""
+    factory, store = ResumingFactory(async_redis), RunStore(async_redis, orphaned_after_s=math.inf)
+    await store.create(await factory.validate(compose_document(QUICKSTART, []), UNRESTRICTED))
+    await store.update("quickstart", state=RunState.RUNNING)
+    mesh = FakeMesh()
+    reconciler = Reconciler(store, lambda _: mesh, reconcile_s=0.05)
+    path = command_path(tmp_path, serve='echo "serve $*" >> log')
+
+    async def finish() -> None:
+        async def is_resumed() -> bool:
+            record = await store.load("quickstart")
+            return (record.attempt, record.state) == (2, RunState.RUNNING)
+
+        await wait_until(is_resumed, timeout_s=SCRIPT_TIMEOUT_S)
+        mesh["learner"].health = Health.DONE
+
+    async with served(ControlService(store, factory, wake=reconciler.wake)) as url, asyncio.TaskGroup() as tasks:
+        reconciling = tasks.create_task(reconciler.run())
+        tasks.create_task(finish())
+        arguments = (NODES / "run_once.sh", "d.yaml", QUICKSTART, "seed=2")
+        done = await asyncio.to_thread(run, tmp_path, *arguments, path=path, OFFBEAT_URL=url)
+        reconciling.cancel()
+    record = await store.load("quickstart")
+    assert (done.returncode, record.state, record.attempt) == (0, RunState.FINISHED, 2), done.stderr
+    assert (json.loads(record.config)["resume_from_checkpoint"], json.loads(record.config)["seed"]) == (True, 2)
+    assert "run quickstart is active in Redis since an earlier job: it is stopped, and resumed" in done.stderr
+    assert (tmp_path / "log").read_text().splitlines() == ["serve deploy d.yaml", "serve shutdown -y"]
 
 
 def test_a_mesh_that_does_not_come_up_is_shut_down(tmp_path: Path):
