@@ -24,6 +24,7 @@ from offbeat.services.control.interfaces import Removal
 from offbeat.trainer.training.checkpoint import last_written, read_uploaded
 
 CONFIG = run_marker.CONFIG
+CONFIG_PART = f".{CONFIG}.part"
 LOCK = ".lock"
 LOCK_ATTEMPTS, LOCK_POLL_S = 5, 0.02
 """`find_holder` takes the lock for a moment."""
@@ -58,6 +59,7 @@ WRITTEN = {
     "trackers": (),
     "weights": ("offbeat-*",),
     ".claim": (),
+    CONFIG_PART: (),
     ".report.json.part": (),
     ".start-*": (),
 }
@@ -234,11 +236,12 @@ def find_problem(folder: Path) -> str:
 
 
 def write_config(folder: Path, text: str) -> None:
-    """Write a configuration, owner-only."""
-    path = folder / CONFIG
-    path.touch(mode=0o600)
-    path.chmod(0o600)
-    path.write_text(text)
+    """Write a configuration, owner-only, in one step."""
+    part = folder / CONFIG_PART
+    part.touch(mode=0o600)
+    part.chmod(0o600)
+    part.write_text(text)
+    part.replace(folder / CONFIG)
 
 
 def write_endpoints(folder: Path, endpoints: Endpoints) -> None:

@@ -17,7 +17,7 @@ from offbeat.deploy.run_marker import MARKER
 from offbeat.services.buffer.group_ledger import LEDGER_FILE
 
 LEFT_OUT = (
-    *("logs", "weights", "restored", ".claim", ".report.json.part", ".start-*"),
+    *("logs", "weights", "restored", ".claim", ".config.yaml.part", ".report.json.part", ".start-*"),
     run_folder.REDIS,
     run_folder.ENDPOINTS,
     run_folder.LOCK,

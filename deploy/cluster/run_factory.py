@@ -339,16 +339,19 @@ def _try_episodes(config: RunConfig) -> list[ConfigIssue]:
 
 
 def claim_folder(config: RunConfig, claim: str) -> None:
-    """Claim the run's folder, moving an earlier run aside unless resumed. claim: id of this start, for idempotence.
+    """Claim the run's folder, moving an earlier run aside unless resumed, and write its configuration.
+
+    claim: id of the run, for idempotence; a resumed run has it already, and its own configuration.
 
     Raises `FolderInUseError`.
     """
-    if holds_claim(config.output_dir, claim):
-        return
-    run_folder.claim(config.output_dir, config.exp_name, resume=bool(config.resume_from_checkpoint))
-    run_folder.make_private(config.output_dir)
+    is_claimed = holds_claim(config.output_dir, claim)
+    if not is_claimed:
+        run_folder.claim(config.output_dir, config.exp_name, resume=bool(config.resume_from_checkpoint))
+        run_folder.make_private(config.output_dir)
     run_folder.write_config(config.output_dir, dump_yaml(config))
-    (config.output_dir / CLAIM_FILE).write_text(claim)
+    if not is_claimed:
+        (config.output_dir / CLAIM_FILE).write_text(claim)
 
 
 def holds_claim(folder: Path, claim: str) -> bool:

@@ -36,3 +36,14 @@ def test_resumed_run_keeps_its_folder(tmp_path: Path):
 def test_configuration_is_written_to_the_folder(tmp_path: Path):
     claim_folder(run_config(tmp_path / "run", "seed=7"), "first")
     assert load_run(tmp_path / "run" / "config.yaml").seed == 7
+
+
+def test_a_resume_with_other_keys_writes_its_configuration(tmp_path: Path):
+    """A run that is resumed by the control service has claimed its folder before."""
+    folder = tmp_path / "run"
+    claim_folder(run_config(folder, "max_steps=7"), "first")
+    (folder / "checkpoints").mkdir()
+    claim_folder(run_config(folder, "max_steps=9", "resume_from_checkpoint=true"), "first")
+    assert load_run(folder / "config.yaml").max_steps == 9
+    assert (folder / "config.yaml").stat().st_mode & 0o777 == 0o600
+    assert sorted(path.name for path in folder.iterdir()) == [".claim", ".offbeat-run", "checkpoints", "config.yaml"]
