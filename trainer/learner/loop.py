@@ -23,7 +23,7 @@ from offbeat.trainer.data.replay_buffer import ReplayBuffer, ReplayedGroups
 from offbeat.trainer.learner.checkpointing import Checkpointer
 from offbeat.trainer.learner.evaluations import Evaluation, Evaluations, When
 from offbeat.trainer.learner.group_intake import GroupIntake
-from offbeat.trainer.learner.reporter import LearnerReporter, is_overflow, replay_values, step_values, was_skipped
+from offbeat.trainer.learner.reporter import LearnerReporter, find_skips, is_overflow, replay_values, step_values
 from offbeat.trainer.learner.shared_devices import SharedDevices, Turns
 from offbeat.trainer.learner.staleness_controller import StalenessController
 from offbeat.trainer.learner.step_groups import StepGroups
@@ -233,8 +233,8 @@ class Learner:
         self._batch_log.record(batch, self._settings.learning_rate)
         with self._timed("train"), self._tracer.train(step, taken.groups):
             gauges = self._trainer.train(batch)
-        skipped = was_skipped(gauges)
-        if skipped:
+        skips = find_skips(gauges)
+        if skips.some:
             self._batch_log.record_skipped(batch, self._settings.learning_rate)
         if (tokens := self._trainer.last_step) is not None:
             self._batch_log.record_tokens(tokens)
@@ -242,9 +242,9 @@ class Learner:
         self._replay.update(taken.trained, replayed)
         self._staleness.sample_slots()
         self._curriculum.observe([*taken.groups, *taken.refilled])
-        self._record(taken, replayed, skipped=skipped)
-        if not (skipped and is_overflow(gauges)):  # a lower loss scale is tried first
-            self._num_skipped = self._num_skipped + 1 if skipped else 0
+        self._record(taken, replayed, skipped=skips.policy)
+        if not (skips.model and is_overflow(gauges)):  # a lower loss scale is tried first
+            self._num_skipped = self._num_skipped + 1 if skips.model else 0
         if self._is_publish_due():
             self._publish()
         self._finish_checkpoint()

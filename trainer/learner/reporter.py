@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from redis import Redis
 
@@ -148,9 +148,21 @@ class LearnerReporter:
         return findings
 
 
-def was_skipped(gauges: Mapping[str, Partial]) -> bool:
-    """Return whether a non-finite gradient skipped a step."""
-    return any(gauges[name].total > 0 for name in ("actor/skipped_steps", "critic/skipped_steps") if name in gauges)
+class Skips(NamedTuple):
+    """What non-finite gradients skipped of a batch's optimizer steps."""
+
+    some: bool
+    """At least one."""
+    policy: bool
+    """All of the policy; of the critic, where that is trained alone."""
+    model: bool
+    """All of the policy or all of the critic."""
+
+
+def find_skips(gauges: Mapping[str, Partial]) -> Skips:
+    counts = [gauges[name] for name in ("actor/skipped_steps", "critic/skipped_steps") if name in gauges]
+    whole = [each.total >= each.count for each in counts]
+    return Skips(any(each.total > 0 for each in counts), bool(whole) and whole[0], any(whole))
 
 
 def is_overflow(gauges: Mapping[str, Partial]) -> bool:

@@ -46,7 +46,7 @@ class StepLine:
     max_staleness: float
     """Infinite with `stale_policy: train`."""
     skipped: bool
-    """True for a non-finite gradient."""
+    """True if non-finite gradients left the weights alone."""
     at: float = 0.0
     """Unix time."""
     refilled: tuple[int, ...] = ()

@@ -107,6 +107,28 @@ def test_a_value_that_is_not_finite_is_counted_and_left_out(harness: LearnerHarn
     assert [line.skipped for line in lines if isinstance(line, StepLine)] == [True] * 5
 
 
+@pytest.mark.parametrize("model", ["actor", "critic"])
+def test_one_skipped_minibatch_of_four_is_not_a_skipped_batch(harness: LearnerHarness, model: str) -> None:
+    """Its groups are kept, but the weights have changed: neither journal nor audit say that they have not."""
+    learner, trainer = harness.learner()
+    trainer.gauges = {
+        f"{name}/skipped_steps": Partial("sum", float(name == model), 4.0) for name in ("actor", "critic")
+    }
+    assert learner.run()
+    lines, _ = read_step_ledger(harness.folder)
+    assert [line.skipped for line in lines if isinstance(line, StepLine)] == [False] * 6
+    assert list((harness.folder / "batches").glob("skipped-*"))
+
+
+def test_a_critic_without_a_finite_gradient_ends_the_run_but_the_policy_was_trained(harness: LearnerHarness) -> None:
+    learner, trainer = harness.learner()
+    trainer.gauges = {"actor/skipped_steps": Partial("sum", 0.0, 2.0), "critic/skipped_steps": Partial("sum", 2.0, 2.0)}
+    with pytest.raises(ControlError, match="not finite in 5 consecutive steps"):
+        learner.run()
+    lines, _ = read_step_ledger(harness.folder)
+    assert [line.skipped for line in lines if isinstance(line, StepLine)] == [False] * 5
+
+
 def test_steps_that_overflowed_do_not_end_the_run(harness: LearnerHarness) -> None:
     learner, trainer = harness.learner()
     trainer.gauges = {"actor/skipped_steps": Partial("sum", 1.0), "actor/overflow_steps": Partial("sum", 1.0)}
