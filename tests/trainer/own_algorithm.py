@@ -79,6 +79,10 @@ def float_mask(logprobs: Tensor, behavior_logprobs: Tensor, turn: Tensor, sequen
     return None, torch.ones_like(logprobs)
 
 
+def int_mask(logprobs: Tensor, behavior_logprobs: Tensor, turn: Tensor, sequence: Tensor) -> tuple[None, Tensor]:
+    return None, torch.ones_like(turn, dtype=torch.uint8)
+
+
 def not_a_number(trajectory: Trajectory) -> float:
     return float("nan")
 

@@ -69,7 +69,7 @@ def check_tensor(path: str, result: object, shape: tuple[int, ...], *, is_mask: 
         raise UserFunctionError(f"{path} returned {_describe(result)}, not a tensor")
     if result.shape != shape:
         raise UserFunctionError(f"{path} returned shape {list(result.shape)}, not {list(shape)}")
-    if is_mask and result.dtype.is_floating_point:
+    if is_mask and result.dtype != torch.bool:
         raise UserFunctionError(f"{path} returned {result.dtype} for a mask, not torch.bool")
     if not is_mask and not result.dtype.is_floating_point:
         raise UserFunctionError(f"{path} returned {result.dtype}, not a float tensor")

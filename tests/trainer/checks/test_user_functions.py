@@ -114,6 +114,10 @@ def test_a_mistake_is_found_before_the_start(keys: dict[str, str], message: str)
             AlgorithmConfig(train_infer_correction=TrainInferCorrection(function=f"{OWN}:float_mask")),
             "for a mask, not torch.bool",
         ),
+        (
+            AlgorithmConfig(train_infer_correction=TrainInferCorrection(function=f"{OWN}:int_mask")),
+            "returned torch.uint8 for a mask, not torch.bool",
+        ),
     ],
 )
 def test_a_mistake_in_a_table_is_found_before_the_start(config: AlgorithmConfig, message: str):
