@@ -128,6 +128,26 @@ def check_resumed_model(config: RunConfig) -> Iterator[ConfigIssue]:
     )
 
 
+def check_synced_reference(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield a reference of another shape than the policy, towards which `ref_model_sync_steps` moves it."""
+    folder = config.reference.model_args.model_name_or_path
+    if folder is None or config.ref_model_sync_steps is None or not config.needs_reference:
+        return
+    try:
+        own, policy = read_architecture(Path(folder)), load_architecture(config)
+    except (OSError, ValueError, MissingWordsError):
+        return  # an unreadable model has its own error
+    differences = [
+        f"{key} {json.dumps(old)} instead of {json.dumps(new)}" for key, old, new in _differences(own, policy)
+    ]
+    if differences:
+        yield ConfigIssue(
+            "reference.model_args.model_name_or_path",
+            f"{folder} can't be moved towards the policy (ref_model_sync_steps), as it has {', '.join(differences)}: take a "
+            "model of the policy's shape, or leave ref_model_sync_steps out",
+        )
+
+
 def check_weights(folder: Path) -> Iterator[ConfigIssue]:
     """Yield a run's folder `policy`, whose model has no weights, if the run has checkpoints."""
     newest = newest_checkpoint(folder.parent)

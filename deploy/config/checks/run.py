@@ -21,6 +21,7 @@ from offbeat.deploy.config.checks.model import (
     check_experts,
     check_model_split,
     check_resumed_model,
+    check_synced_reference,
     check_weights,
 )
 from offbeat.deploy.config.checks.prompts import OnStep, check_first_prompts, ignore_step
@@ -62,7 +63,7 @@ def check_run(
 
     cores, nodes: of the machine or cluster; None: detected. on_step: called before user code. trial: as in
     `check_first_prompts`. started: of a run that a build has accepted, as with `resume_from_checkpoint`: keys without
-    effect are logged, because later builds find more of them.
+    effect, and some that end the run at a later step, are logged, because later builds find more of them.
     """
     on_step("group_filter_cls, track_with", "import of classes")
     issues = [
@@ -137,7 +138,7 @@ def _check_architecture(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIs
 
 
 def _check_unused(config: RunConfig, *, started: bool) -> Iterator[ConfigIssue]:
-    issues = check_unused(config)
+    issues = [*check_unused(config), *check_synced_reference(config)]
     if not started:
         yield from issues
         return

@@ -100,6 +100,26 @@ def test_a_default_that_one_side_leaves_out_is_no_difference(tmp_path: Path):
     assert problems(output_dir=tmp_path, resume_from_checkpoint=True) == {}
 
 
+@pytest.mark.parametrize("shape", [{}, {"hidden_size": 128}])
+def test_a_reference_that_follows_the_policy_has_its_shape(shape: dict[str, int], tmp_path: Path):
+    config = load_run(QUICKSTART)
+    tmp_path.joinpath("config.json").write_text(json.dumps(load_architecture(config) | shape))
+    key = "reference.model_args.model_name_or_path"
+    kl = [f"{key}={tmp_path}", "use_kl_loss=true", "kl_loss_coef=0.1"]
+    found, fixed = (
+        {
+            issue.path: issue.message
+            for issue in check_settings(validate_tree(compose_tree(QUICKSTART, changes)), cores=8)
+        }
+        for changes in ([*kl, "ref_model_sync_steps=5"], kl)
+    )
+    assert ("hidden_size 128 instead of 64" in found.get(key, "")) == bool(shape)
+    assert key not in fixed
+    checkpoint(tmp_path)
+    resumed = [*kl, "ref_model_sync_steps=5", "resume_from_checkpoint=true", f"output_dir={tmp_path}"]
+    assert not check_settings(validate_tree(compose_tree(QUICKSTART, resumed)), cores=8), "a warning"
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
