@@ -146,6 +146,17 @@ async def test_acknowledging_twice_counts_once(run: Run):
     assert run.learner.snapshot().consumed == 0
 
 
+def test_a_checkpoint_of_any_number_of_groups_is_acknowledged(run: Run, redis: Redis):
+    """Lua unpacks 8,000 values at most."""
+    with redis.pipeline() as pipe:
+        for number in range(10_000):
+            pipe.xadd(BufferKeys(RUN).stream, {"n": number, "v": 0, "t": ""})
+        ids = [entry_id.decode() for entry_id in pipe.execute()]
+    assert run.learner.ack(ids, 5) == 10_000
+    assert run.learner.counters().trained == 10_000
+    assert redis.xlen(BufferKeys(RUN).stream) == 0
+
+
 async def test_closing_drops_played_and_running_groups_and_leaves_nothing(run: Run):
     await run.complete_groups(2)
     taken = run.learner.take(0)
