@@ -27,7 +27,7 @@ from offbeat.deploy.config.checks.model import (
 from offbeat.deploy.config.checks.prompts import OnStep, check_first_prompts, ignore_step
 from offbeat.deploy.config.checks.resume import check_resume
 from offbeat.deploy.config.checks.rewards import check_rewards, check_rlvr
-from offbeat.deploy.config.checks.sampling import check_sampling
+from offbeat.deploy.config.checks.sampling import check_own_arguments, check_sampling
 from offbeat.deploy.config.checks.sglang import check_sglang
 from offbeat.deploy.config.checks.teachers import check_teachers, check_tokenizers
 from offbeat.deploy.config.checks.unused import check_unused
@@ -138,7 +138,7 @@ def _check_architecture(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIs
 
 
 def _check_unused(config: RunConfig, *, started: bool) -> Iterator[ConfigIssue]:
-    issues = [*check_unused(config), *check_synced_reference(config)]
+    issues = [*check_unused(config), *check_own_arguments(config), *check_synced_reference(config)]
     if not started:
         yield from issues
         return

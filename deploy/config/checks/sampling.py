@@ -11,6 +11,38 @@ from offbeat.trainer.config.issue import ConfigIssue
 PROCESSORS = ("logits_processors", "logprobs_mode", "generation_config", "override_generation_config")
 """vLLM's arguments that change the sampled distribution or its record."""
 
+DTYPE = "actor_infer.model_args.dtype"
+OWN_ARGUMENTS = {
+    "vllm": {"dtype": DTYPE, "seed": "seed", "model": "pretrain", "skip_tokenizer_init": ""},
+    "sglang": {
+        "dtype": DTYPE,
+        "random_seed": "seed",
+        "model_path": "pretrain",
+        "skip_tokenizer_init": "",
+        "weight_version": "",
+        "context_length": f"{ENGINE}.max_model_len",
+        "max_running_requests": f"{ENGINE}.max_num_seqs",
+        "mem_fraction_static": f"{ENGINE}.gpu_memory_utilization",
+        "disable_radix_cache": f"{ENGINE}.enable_prefix_caching",
+    },
+}
+"""An engine's arguments that follow from other keys, with the key to set instead."""
+
+
+def check_own_arguments(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield arguments of the engine in place of what other keys say."""
+    infer = config.actor_infer
+    own, given = OWN_ARGUMENTS.get(infer.strategy_args.strategy_name, {}), infer.engine.model_extra or {}
+    for name, key in own.items():
+        if name not in given or (name == "dtype" and given[name] == infer.model_args.dtype):
+            continue
+        yield ConfigIssue(
+            f"{ENGINE}.{name}",
+            f"overrides what follows from {key}: leave it out, or set that"
+            if key
+            else "overrides what Offbeat sets itself: leave it out",
+        )
+
 
 def check_sampling(config: RunConfig) -> Iterator[ConfigIssue]:
     """Yield settings under which the ratio of equal weights is not 1, and sessions that the engine can't keep."""

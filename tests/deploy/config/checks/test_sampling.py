@@ -50,6 +50,27 @@ def test_losses_that_do_not_compare_with_the_cut_distribution_are_accepted(overr
 
 
 @pytest.mark.parametrize(
+    ("engine", "name", "value", "says"),
+    [
+        ("vllm", "dtype", "float16", "actor_infer.model_args.dtype: leave it out, or set that"),
+        ("vllm", "dtype", "float32", ""),
+        ("vllm", "seed", "3", "follows from seed"),
+        ("vllm", "skip_tokenizer_init", "false", "what Offbeat sets itself"),
+        ("vllm", "load_format", "auto", ""),
+        ("vllm", "max_num_batched_tokens", "512", ""),
+        ("sglang", "random_seed", "3", "follows from seed"),
+        ("sglang", "max_running_requests", "3", f"{ENGINE}.max_num_seqs"),
+        ("sglang", "schedule_policy", "fcfs", ""),
+    ],
+)
+def test_engine_arguments_do_not_override_other_keys(engine: str, name: str, value: str, says: str):
+    strategy = f"+actor_infer.strategy_args.strategy_name={engine}"
+    found = problems(strategy, f"+{ENGINE}.{name}={value}").get(f"{ENGINE}.{name}", "")
+    assert says in found
+    assert bool(found) == bool(says)
+
+
+@pytest.mark.parametrize(
     "cause",
     [
         "actor_infer.on_weight_update=recompute",
