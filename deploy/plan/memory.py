@@ -4,6 +4,7 @@ from typing import Any
 
 from offbeat.deploy.plan.estimate import Estimate
 from offbeat.deploy.plan.outcome import Setup
+from offbeat.deploy.plan.workload import Measures
 from offbeat.services.generation.kv_cache import bytes_per_token, text_config
 
 BYTES_PER_TOKEN = 8.2
@@ -14,7 +15,7 @@ BYTES_PER_TRAJECTORY = 600
 @dataclass(frozen=True, slots=True)
 class Memory:
     redis_mib: float
-    """Trajectories in the buffer: in play, waiting, and trained since the last checkpoint."""
+    """Trajectories in the buffer: in play, waiting, and trained or refilled since the last checkpoint."""
     kv_tokens: float
     """Tokens in one engine; every episode in play keeps its prefix."""
     kv_gib: float | None
@@ -22,9 +23,11 @@ class Memory:
 
 
 def memory_of(
-    estimate: Estimate, setup: Setup, tokens: float, save_steps: int, architecture: Mapping[str, Any] | None
+    estimate: Estimate, setup: Setup, measures: Measures, save_steps: int, architecture: Mapping[str, Any] | None
 ) -> Memory:
-    groups = estimate.playing_groups + estimate.waiting_groups + save_steps * setup.limits.groups_per_step
+    tokens = measures.tokens
+    consumed = save_steps * setup.limits.groups_per_step / max(1 - measures.refilled, 1e-9)
+    groups = estimate.playing_groups + estimate.waiting_groups + consumed
     stored = groups * setup.limits.group_size * (BYTES_PER_TOKEN * tokens + BYTES_PER_TRAJECTORY)
     kv_tokens = (1 - estimate.slots_empty) * setup.slots / setup.num_replicas * tokens
     per_token = kv_bytes_per_token(architecture) if architecture else None

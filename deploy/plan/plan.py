@@ -128,7 +128,7 @@ def make_plan(
             gpus=sizes.gpus(used, division.learner_processes),
             cpus=sizes.cpus(used, division.learner_processes),
             estimate=at,
-            memory=memory_of(at, used, measures.tokens, config.save_steps, architecture),
+            memory=memory_of(at, used, measures, config.save_steps, architecture),
             cost_per_1000=cost,
         )
 

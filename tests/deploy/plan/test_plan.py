@@ -1,6 +1,7 @@
 """Plans, and the command that prints them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,11 @@ from typer.testing import CliRunner, Result
 from offbeat.deploy.cli.app import app
 from offbeat.deploy.config.loader import read_run
 from offbeat.deploy.plan.changes import single_changes
+from offbeat.deploy.plan.estimate import Effort, estimate
 from offbeat.deploy.plan.machine import Machine, PartSizes, divisions
-from offbeat.deploy.plan.memory import kv_bytes_per_token
+from offbeat.deploy.plan.memory import kv_bytes_per_token, memory_of
 from offbeat.deploy.plan.plan import make_plan, setup_of
-from tests.deploy.plan.settings import measures_of
+from tests.deploy.plan.settings import measures_of, setup_with
 from tests.paths import CONFIGS, QUICKSTART
 
 TIMES = ("--env-latency", "lognormal:0.2:0.2", "--turn-latency", "0.02", "--turns", "uniform:3:12", "--train-s", "0.5")
@@ -40,6 +42,15 @@ def test_a_plan_names_the_change_that_helps_most(tmp_path: Path):
     closed = configured["estimate"]["closed"]
     assert closed["sync_step_s"] == pytest.approx(configured["estimate"]["step_s"], rel=0.1)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_refilled_groups_occupy_memory_until_the_checkpoint_of_their_step():
+    setup, measures = setup_with(), measures_of()
+    at = estimate(setup, measures, Effort.for_batch(setup.batch, 200))
+    none, half = (memory_of(at, setup, replace(measures, refilled=share), 10, None).redis_mib for share in (0.0, 0.5))
+    consumed = 10 * setup.limits.groups_per_step
+    waiting = at.playing_groups + at.waiting_groups
+    assert half / none == pytest.approx((waiting + 2 * consumed) / (waiting + consumed))
 
 
 def test_the_table_says_what_would_help_most():
