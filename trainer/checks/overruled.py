@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 
 from offbeat.trainer.config.algorithm import AlgorithmConfig
-from offbeat.trainer.config.estimators import TURN_WISE
+from offbeat.trainer.config.estimators import BASELINES, TURN_WISE
 from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.trainer.config.roles import TeacherConfig
+from offbeat.trainer.config.user_function import is_function
 
 WITHOUT_RATIO_GRADIENT = ("tis", "cispo", "topr")
 
@@ -34,11 +35,17 @@ def _check_ratio_type(config: AlgorithmConfig) -> Iterator[ConfigIssue]:
 def advantage_is_of_the_episode(config: AlgorithmConfig) -> bool:
     """Return whether a token's advantage and loss weight are its sequence's."""
     by_token = config.adv_estimator in ("gae", "opd", *TURN_WISE) or config.use_opd or config.add_token_level_kl
+    by_token |= is_function(config.adv_estimator) or not _has_reward_of_the_episode(config)
     correction = config.train_infer_correction
     weight = correction.is_weight
     if correction.filters or correction.m2_threshold or (weight and weight.weight_type in ("token", "turn")):
         return False
     return not by_token and config.gamma == 1
+
+
+def _has_reward_of_the_episode(config: AlgorithmConfig) -> bool:
+    """Return whether the estimator compares episodes' rewards; else it takes turns' rewards as they are."""
+    return config.reward_method != "identity" or config.adv_estimator in BASELINES
 
 
 def _check_whitening(config: AlgorithmConfig) -> Iterator[ConfigIssue]:

@@ -20,6 +20,23 @@ def paths(settings: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize(
+    ("settings", "is_equal"),
+    [
+        ({"adv_estimator": "grpo"}, True),
+        ({"adv_estimator": "rloo"}, True),
+        ({"adv_estimator": "reinforce", "reward_normalization": {"method": "mean"}}, True),
+        ({"adv_estimator": "reinforce"}, False),
+        ({"adv_estimator": "agentic_reinforce"}, False),
+        ({"adv_estimator": "reinforce_plus_plus"}, False),
+        ({"adv_estimator": "tests.trainer.own_algorithm:center"}, False),
+    ],
+)
+def test_tokens_of_an_episode_have_one_advantage_where_its_reward_is_one(settings: dict[str, Any], is_equal: bool):
+    """Estimators without a comparison take the rewards of turns, and a function gives any advantage to a token."""
+    assert paths(settings | {"ratio_type": "sequence-token"}) == (["ratio_type"] if is_equal else [])
+
+
+@pytest.mark.parametrize(
     ("settings", "path", "remedy"),
     [
         ({"ratio_type": "sequence-token"}, "ratio_type", {"gamma": 0.9}),
