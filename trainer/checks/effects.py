@@ -48,11 +48,18 @@ def check_effects(config: LearnerConfig, *, group_size: int) -> Iterator[ConfigI
             "actor_train.training_args.decay_all_weights",
             "has no effect without actor_train.training_args.weight_decay: set it, or leave this out",
         )
-    num_sequences, num_minibatches = config.rollout_batch_size, config.actor_train.training_args.num_minibatches
-    if num_minibatches > num_sequences:
+    yield from _check_minibatches(config, group_size)
+
+
+def _check_minibatches(config: LearnerConfig, group_size: int) -> Iterator[ConfigIssue]:
+    num_parts, parts = config.rollout_batch_size, "trajectories"
+    if config.reads_data or config.pipeline == "online_dpo":  # of which a minibatch holds whole groups
+        num_parts, parts = num_parts // group_size, "rows" if config.reads_data else "groups"
+    num_minibatches = config.actor_train.training_args.num_minibatches
+    if num_minibatches > max(num_parts, 1):
         yield ConfigIssue(
             "actor_train.training_args.num_minibatches",
-            f"{num_minibatches} is more than the {num_sequences} trajectories of a step: take at most {num_sequences}",
+            f"{num_minibatches} is more than the {num_parts} {parts} of a step: take at most {num_parts}",
         )
 
 
@@ -102,6 +109,9 @@ def _check_unit_ratio(config: LearnerConfig) -> Iterator[ConfigIssue]:
         "kimi15_tau",
         "cispo_epsilon_low",
         "cispo_epsilon_high",
+        "cispo_use_unified_mask",
+        "sapo_temperature_pos",
+        "sapo_temperature_neg",
     ]
     keys += ["tis_upper_bound"] if config.tis_upper_bound >= 1 else []
     keys += ["tis_lower_bound"] if config.tis_lower_bound <= 1 else []
@@ -111,12 +121,13 @@ def _check_unit_ratio(config: LearnerConfig) -> Iterator[ConfigIssue]:
 
 
 def _check_selection(config: LearnerConfig, group_size: int) -> Iterator[ConfigIssue]:
-    filters = config.difficulty_mask or config.group_filter_cls is not None
+    filters = config.difficulty_mask or config.query_filter_config or config.group_filter_cls is not None
     if config.zero_variance == "refill" and not config.compares_siblings and not filters:
         yield ConfigIssue(
             "zero_variance",
             f"has no effect: adv_estimator {config.adv_estimator} does not compare the members of a group, so that none is "
-            "without signal and refill replaces none; leave it out, or set difficulty_mask or group_filter_cls",
+            "without signal and refill replaces none; leave it out, or set difficulty_mask, query_filter_config or "
+            "group_filter_cls",
         )
     if config.variance_filter_ratio < 1 and group_size < 2:
         yield ConfigIssue(
@@ -211,6 +222,9 @@ def _check_strategy(strategy: StrategyArgs) -> Iterator[ConfigIssue]:
             near = difflib.get_close_matches(key, DEEPSPEED_KEYS, 1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(DEEPSPEED_KEYS)}"
             yield ConfigIssue(path, f"not a key of DeepSpeed's configuration; {hint}")
+        elif key == "gradient_allreduce_op" and str(strategy.strategy_config[key]).lower() == "sum":
+            message = "sum multiplies gradients by the number of processes: leave it out, for their mean"
+            yield ConfigIssue(path, message)
 
 
 def _is_changed(config: AlgorithmConfig, key: str) -> bool:

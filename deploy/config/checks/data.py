@@ -30,8 +30,8 @@ EPISODE_KEYS = (*(key for key in AlgorithmConfig.model_fields if key != "sequenc
                 "staleness_controller", "reward_pretrain", "critic")  # fmt: skip
 
 ONLINE_KEYS = ("sequence_length", "reward_shaping", "zero_variance", "max_refill_ratio", "group_filter_cls",
-               "difficulty_mask", "difficulty_low_threshold", "difficulty_high_threshold", "ref_model_sync_steps",
-               "ref_model_mixup_alpha")  # fmt: skip
+               "difficulty_mask", "difficulty_low_threshold", "difficulty_high_threshold", "query_filter_config",
+               "ref_model_sync_steps", "ref_model_mixup_alpha")  # fmt: skip
 """Keys that `online_dpo` uses."""
 CONVERSATIONS, PAIRS = ("sft", "distill"), ("dpo", "reward_model")
 COLUMN_KEYS: Mapping[str, tuple[str, ...]] = {

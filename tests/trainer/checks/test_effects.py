@@ -32,6 +32,9 @@ def paths(settings: dict[str, Any], group_size: int = 4) -> list[str]:
         (RECOMPUTED | {"dual_clip": 3.0}, "dual_clip"),
         (RECOMPUTED | {"pg_variant": "cispo", "cispo_epsilon_low": 0.3}, "cispo_epsilon_low"),
         (RECOMPUTED | {"pg_variant": "cispo", "cispo_epsilon_high": 0.3}, "cispo_epsilon_high"),
+        (RECOMPUTED | {"pg_variant": "cispo", "cispo_use_unified_mask": True}, "cispo_use_unified_mask"),
+        (RECOMPUTED | {"pg_variant": "sapo", "sapo_temperature_pos": 2.0}, "sapo_temperature_pos"),
+        (RECOMPUTED | {"pg_variant": "sapo", "sapo_temperature_neg": 2.0}, "sapo_temperature_neg"),
         (RECOMPUTED | {"pg_variant": "tis", "tis_upper_bound": 1.5}, "tis_upper_bound"),
         (RECOMPUTED | {"pg_variant": "kimi15", "kimi15_tau": 0.3}, "kimi15_tau"),
         ({"adv_estimator": "gae", "value_clip": 0.2}, "value_clip"),
@@ -57,6 +60,17 @@ def test_clips_need_more_than_one_optimizer_step(settings: dict[str, Any], path:
             {"rollout_batch_size": 8, "actor_train": {"training_args": {"num_minibatches": 9}}},
             "actor_train.training_args.num_minibatches",
         ),
+        *(
+            (
+                {
+                    "pipeline": pipeline,
+                    "rollout_batch_size": 16,
+                    "actor_train": {"training_args": {"num_minibatches": 5}},
+                },
+                "actor_train.training_args.num_minibatches",
+            )
+            for pipeline in ("dpo", "online_dpo")
+        ),
         ({"pipeline": "dpo", "dpo": {"loss_type": "robust"}}, "dpo.loss_type"),
         ({"replay": {"samples_per_insert": 2.0, "sampler": "prioritized", "priority_exponent": 0.0}}, "replay.sampler"),
         ({"query_filter_config": {"lake": {"type": "std_filter"}}}, "query_filter_config.lake"),
@@ -69,6 +83,7 @@ def test_clips_need_more_than_one_optimizer_step(settings: dict[str, Any], path:
         (zero(offload_optimizer={"device": "cpu"}), f"{ZERO}.offload_optimizer"),
         (zero(stage=2), f"{ZERO}.stage"),
         (strategy(gradient_clipping=0.5), "actor_train.strategy_args.strategy_config.gradient_clipping"),
+        (strategy(gradient_allreduce_op="sum"), "actor_train.strategy_args.strategy_config.gradient_allreduce_op"),
         (strategy(zero_optimisation={}), "actor_train.strategy_args.strategy_config.zero_optimisation"),
     ],
 )
@@ -83,6 +98,14 @@ def test_keys_without_effect_are_refused(settings: dict[str, Any], path: str):
         RECOMPUTED | {"pg_variant": "tis", "tis_upper_bound": 0.5},
         RECOMPUTED | {"pg_variant": "tis", "tis_lower_bound": 1.5},
         {"adv_estimator": "reinforce", "zero_variance": "refill", "difficulty_mask": True},
+        {
+            "adv_estimator": "reinforce_plus_plus",
+            "zero_variance": "refill",
+            "query_filter_config": {"lake": {"type": "mean_filter"}},
+        },
+        {"pipeline": "dpo", "rollout_batch_size": 16, "actor_train": {"training_args": {"num_minibatches": 4}}},
+        strategy(gradient_allreduce_op="mean"),
+        RECOMPUTED | {"ratio_type": "sequence"},
         {"max_staleness": 0.0, "replay": {"samples_per_insert": 2.0, "max_staleness": 3.0}},
         {"pipeline": "dpo", "dpo": {"loss_type": "robust", "label_smoothing": 0.1}},
         {"pipeline": "dpo", "dpo": {"loss_type": "sigmoid"}},

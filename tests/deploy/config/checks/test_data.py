@@ -164,6 +164,12 @@ def test_what_online_pairs_do_not_use_is_refused(override: str, path: str, probl
     assert problem in {issue.path: issue.message for issue in caught.value.issues}[path]
 
 
+def test_online_pairs_use_the_filters_of_groups():
+    filters = "+query_filter_config.FrozenLake={type: mean_filter, filter_args: {threshold_up: 0.9}}"
+    config = load_run(CONFIGS / "recipes" / "online_dpo.yaml", [filters, "difficulty_mask=true"])
+    assert [*config.query_filter_config] == ["FrozenLake"]
+
+
 def test_scores_in_files_are_of_rows(tmp_path: Path):
     teacher = f"teacher.a.model_args.model_name_or_path={tmp_path}"
     with pytest.raises(ConfigError) as caught:
