@@ -18,6 +18,7 @@ from offbeat.services.control.downloads import complete_record
 from offbeat.services.control.failing_episodes import FailingEpisodes
 from offbeat.services.control.interfaces import Component, Health, Observation, RunMesh
 from offbeat.services.control.lost_records import LostRecords
+from offbeat.services.control.reports import Reports
 from offbeat.services.control.restart_policy import RestartPolicy
 from offbeat.services.control.run import (
     DesiredState,
@@ -30,7 +31,7 @@ from offbeat.services.control.run import (
     UnknownRunError,
 )
 from offbeat.services.control.server_watch import ServerWatch
-from offbeat.services.control.store import REPORT_DUE, REPORT_FAILED, REPORT_WRITTEN, RunStore
+from offbeat.services.control.store import RunStore
 from offbeat.services.diagnosis import describe_untrained
 from offbeat.services.errors import ControlError
 from offbeat.services.log_format import set_task_log_fields
@@ -42,7 +43,6 @@ RECONCILE_TIMEOUT_S = 900.0
 """Limit of one pass over a run."""
 OUTAGE_GRACE_S = 3.0
 """Time after an outage in which nothing counts as dead."""
-REPORT_RETRY_S = 5.0
 STOPPED_STATES = (Health.ABSENT, Health.DEAD, Health.DONE)
 
 
@@ -62,10 +62,7 @@ class Reconciler:
         downloads.
         """
         self._complete = complete
-        self._write_report = write_report
-        self._reporting = asyncio.Lock()
-        self._scan_reports = write_report is not None
-        """True if a report may be due: at the start, and when a run has ended."""
+        self._reports = Reports(store, write_report)
         self._own_log = own_log
         self._store = store
         self._build_mesh = build_mesh
@@ -104,9 +101,9 @@ class Reconciler:
                             self._try_reconcile(run_id), name=f"reconcile {run_id}"
                         )
                 reporting = {run_id: task for run_id, task in reporting.items() if not task.done()}
-                for run_id in await self._reports_due():
+                for run_id in await self._reports.due():
                     if run_id not in reporting:
-                        reporting[run_id] = asyncio.create_task(self._report(run_id), name=f"report of {run_id}")
+                        reporting[run_id] = asyncio.create_task(self._reports.write(run_id), name=f"report of {run_id}")
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._reconcile_s):
                         await self._wake.wait()
@@ -128,40 +125,6 @@ class Reconciler:
             return []
         self._meshes = {key: mesh for key, mesh in self._meshes.items() if key[0] in run_ids}
         return run_ids
-
-    async def _reports_due(self) -> list[str]:
-        if not self._scan_reports:
-            return []
-        self._scan_reports = False
-        try:
-            return await self._store.reports_due()
-        except redis_errors.RedisError as error:
-            self._scan_reports = True
-            logger.warning("can't look for due reports: %s; retrying", error)
-            return []
-
-    async def _report(self, run_id: str) -> None:
-        """Write reports one at a time; only a Redis outage is retried."""
-        assert self._write_report is not None
-        try:
-            async with self._reporting:
-                record = await self._store.load(run_id)
-                try:
-                    await self._write_report(record)
-                    outcome = REPORT_WRITTEN
-                except Exception as error:
-                    if find_outage(error):
-                        raise
-                    logger.error("run %s has no report: %s", run_id, error)
-                    outcome = REPORT_FAILED
-                await self._store.close_report(record, outcome)
-                self._scan_reports = True  # the run may have been started again and ended meanwhile
-        except (UnknownRunError, ForeignRecordError):
-            return
-        except Exception as error:
-            logger.warning("the report of run %s is delayed: %s", run_id, error)
-            await asyncio.sleep(REPORT_RETRY_S)
-            self._scan_reports = True
 
     async def _try_reconcile(self, run_id: str) -> None:
         set_task_log_fields(run=run_id)
@@ -223,6 +186,8 @@ class Reconciler:
         return self._meshes[key]
 
     async def _prepare(self, record: RunRecord, mesh: RunMesh) -> RunState:
+        if record.output_dir in self._store.reported:
+            return record.state
         try:
             await mesh.prepare()
         except Exception as error:
@@ -387,10 +352,9 @@ class Reconciler:
             await asyncio.gather(*(component.stop(now=now) for component in stopping))
             return RunState.DRAINING
         await mesh.clean_up()
-        report = REPORT_DUE if self._write_report else ""
+        report = self._reports.at_end
         await self._store.update(record.run_id, state=record.outcome, ended_at=self._store.clock(), report=report)
-        if report:
-            self._scan_reports = True
-            self.wake()
+        self._reports.note_end()
+        self.wake()
         logger.info("run %s is %s", record.run_id, record.outcome)
         return record.outcome

@@ -16,6 +16,7 @@ from offbeat.services.control.prometheus.exporter import PrometheusExporter
 from offbeat.services.control.queries import BufferReader, Overview, reading
 from offbeat.services.control.rights import UNRESTRICTED, Rights
 from offbeat.services.control.run import (
+    BusyError,
     DesiredState,
     ForeignRecordError,
     RunRecord,
@@ -268,6 +269,10 @@ class ControlService:
             raise NotAllowedError([ProblemView(path="files", message=message)])
         if self.store.is_active(record):
             return None
+        if record.output_dir in self.store.reported:
+            raise BusyError(
+                f"the report of run {run_id!r} is being written into {record.output_dir}: try again after it"
+            )
         return await asyncio.to_thread(stack.enter_context, self.factory.hold_files(record))
 
     async def metrics(self, run_id: str, after: str, limit: int) -> MetricsView:

@@ -57,6 +57,8 @@ class RunStore:
     """Mesh of the runs that are created and reconciled; others may be in the same Redis."""
     attended: set[str] = field(default_factory=set[str])
     """Active runs whose records a reconciler of this process restores."""
+    reported: set[str] = field(default_factory=set[str])
+    """Folders into which this process writes an ended run's report."""
 
     @property
     def components(self) -> ComponentStore:

@@ -9,14 +9,18 @@ from redis.exceptions import ConnectionError
 
 from offbeat.services.control.interfaces import Health
 from offbeat.services.control.reconciler import Reconciler
+from offbeat.services.control.reports import Reports
 from offbeat.services.control.restart_policy import RestartPolicy
 from offbeat.services.control.run import (
+    BusyError,
     DesiredState,
     RunRecord,
     RunState,
 )
+from offbeat.services.control.service import ControlService
 from offbeat.services.control.store import RunStore
 from tests.copying import replace
+from tests.services.control.api_harness import FakeRunFactory
 from tests.services.control.control_fakes import SPEC, FakeMesh
 from tests.waiting import wait_until
 
@@ -28,11 +32,12 @@ class ReportWriter:
         self.written: list[tuple[str, RunState]] = []
         self.errors: list[Exception] = []
         self.hangs = False
+        self.may_end = asyncio.Event()
 
     async def __call__(self, record: RunRecord) -> None:
         self.written.append((record.run_id, record.state))
         if self.hangs:
-            await asyncio.Event().wait()
+            await self.may_end.wait()
         if self.errors:
             raise self.errors.pop()
 
@@ -101,7 +106,7 @@ async def test_a_report_that_hangs_blocks_no_other_run(store: RunStore, mesh: Fa
     async with reconciling(store, mesh, writer):
         await wait_until(lambda: bool(writer.written))
         mesh["learner"].health = Health.ABSENT
-        await store.create(replace(SPEC, run_id="lake-2"))
+        await store.create(replace(SPEC, run_id="lake-2", output_dir="/tmp/lake-2"))
 
         async def runs() -> bool:
             return (await store.load("lake-2")).state is RunState.RUNNING
@@ -123,7 +128,7 @@ async def test_a_report_that_fails_keeps_no_run_from_ending(
 
 
 async def test_a_report_waits_for_redis(store: RunStore, mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("offbeat.services.control.reconciler.REPORT_RETRY_S", 0.01)
+    monkeypatch.setattr("offbeat.services.control.reports.RETRY_S", 0.01)
     writer = ReportWriter()
     writer.errors = [ConnectionError("gone")]
     mesh["learner"].health = Health.DONE
@@ -144,3 +149,34 @@ async def test_a_run_started_again_forgets_the_report_of_its_last_attempt(store:
     await store.close_report(ended, "written")
     assert (await store.load("lake")).report == ""
     assert await store.reports_due() == []
+
+
+async def test_a_start_waits_for_the_report_that_is_written_into_its_folder(store: RunStore, mesh: FakeMesh):
+    """It would move the folder away under the report, which would come into the new one."""
+    writer = ReportWriter()
+    writer.hangs = True
+    mesh["learner"].health = Health.DONE
+    async with reconciling(store, mesh, writer):
+        await wait_until(lambda: bool(writer.written))
+        mesh["learner"].health = Health.ABSENT
+        service = ControlService(store, FakeRunFactory(store.redis), wake=lambda: None)
+        with pytest.raises(BusyError, match="the report of run 'lake' is being written into /tmp/lake: try again"):
+            await service.delete("lake", files=True)
+        await store.create(SPEC)
+        reconciler = Reconciler(store, lambda _: mesh)
+        assert await reconciler.reconcile("lake") is RunState.PREPARING
+        assert mesh.prepared == 1
+        writer.may_end.set()
+        await state_is(store, RunState.RUNNING)
+    assert (mesh.prepared, len(writer.written)) == (2, 1)
+
+
+async def test_a_report_that_was_due_is_not_written_of_the_next_run(store: RunStore):
+    """It waits for another run's report, while its own run is started again."""
+    writer = ReportWriter()
+    reports = Reports(store, writer)
+    await store.update("lake", state=RunState.STOPPED, report="due")
+    assert await reports.due() == ["lake"]
+    await store.create(SPEC)
+    await reports.write("lake")
+    assert writer.written == []
