@@ -27,7 +27,8 @@ def vtrace(
     """Return targets v_t = V_t + sum_k gamma^k (c_t ... c_{t+k-1}) rho_{t+k} delta_{t+k}, rho = min(rho_bar, ratio), c
     = lambda min(c_bar, ratio) (eq. 1, remark 2).
 
-    Advantages delta_t + gamma lambda (v_{t+1} - V_{t+1}) omit rho_t, which the loss applies.
+    Advantages delta_t + gamma lambda (v_{t+1} - V_{t+1}) omit rho_t, which the loss applies
+    (`train_infer_correction.is_weight`).
 
     All [M]; ratio = pi / pi_behavior.
     """

@@ -7,6 +7,7 @@ from types import FunctionType
 
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.issue import ConfigIssue
+from offbeat.trainer.config.user_function import is_function
 
 
 def check_algorithm(
@@ -63,6 +64,17 @@ def _check_estimator(config: AlgorithmConfig, group_size: int) -> Iterator[Confi
         yield ConfigIssue(
             "value_targets", "vtrace needs the learner's logprobs at the start of the step: set old_logprobs=recompute"
         )
+    elif (
+        config.value_targets == "vtrace"
+        and config.train_infer_correction.is_weight is None
+        and not is_function(config.pg_variant)
+    ):
+        yield ConfigIssue(
+            "train_infer_correction.is_weight",
+            f"value_targets: vtrace leaves advantages to be weighted by the ratio to the behavior policy, which is not in "
+            f"pg_variant {config.pg_variant}: set train_infer_correction.is_weight.upper_bound={config.vtrace_rho_bar:g}, "
+            "as vtrace_rho_bar",
+        )
 
 
 def _check_selection(config: AlgorithmConfig, groups_per_step: int) -> Iterator[ConfigIssue]:
@@ -87,9 +99,10 @@ def _check_old_policy(config: AlgorithmConfig) -> Iterator[ConfigIssue]:
     variant = f"pg_variant {config.pg_variant}"
     if config.pg_variant == "topr" and not config.topr_negative_weight:
         has_ratio, variant = False, "topr_negative_weight 0"
+    in_rewards = config.penalizes_kl or config.distills or config.value_targets == "vtrace"
+    if config.old_logprobs == "recompute" and in_rewards:
+        return
     if not has_ratio and config.old_logprobs != "behavior" and not has_correction:
-        if config.value_targets == "vtrace":
-            return
         yield ConfigIssue(
             "old_logprobs",
             f"{config.old_logprobs} has no effect with {variant}, which has no ratio: leave it out, or add "

@@ -34,8 +34,8 @@ def _check_ratio_type(config: AlgorithmConfig) -> Iterator[ConfigIssue]:
 
 def advantage_is_of_the_episode(config: AlgorithmConfig) -> bool:
     """Return whether a token's advantage and loss weight are its sequence's."""
-    by_token = config.adv_estimator in ("gae", "opd", *TURN_WISE) or config.use_opd or config.add_token_level_kl
-    by_token |= is_function(config.adv_estimator) or not _has_reward_of_the_episode(config)
+    by_estimator = config.adv_estimator in ("gae", "opd", *TURN_WISE) or is_function(config.adv_estimator)
+    by_token = by_estimator or config.use_opd or config.add_token_level_kl or not _has_reward_of_the_episode(config)
     correction = config.train_infer_correction
     weight = correction.is_weight
     if correction.filters or correction.m2_threshold or (weight and weight.weight_type in ("token", "turn")):

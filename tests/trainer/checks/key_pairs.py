@@ -113,7 +113,7 @@ def in_force(config: LearnerConfig) -> dict[str, Any]:
     estimator = config.adv_estimator
     if estimator in OF_RETURNS or (estimator == "agentic_reinforce" and config.gamma == 1):
         estimator = "reinforce"
-    filters = config.difficulty_mask or config.group_filter_cls
+    filters = config.difficulty_mask or config.query_filter_config or config.group_filter_cls
     selection = config.zero_variance if config.compares_siblings or filters else "train"
     if selection == "mask" and config.variance_filter_ratio < 1:
         selection = "train"  # the filter leaves out groups of equal rewards first

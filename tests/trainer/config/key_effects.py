@@ -9,6 +9,7 @@ from offbeat.trainer.config.roles import TeacherConfig, TeacherModelArgs
 
 HERE = f"{__name__}:AlternatePairs"
 RECOMPUTE = {"old_logprobs": "recompute"}
+WEIGHTED = {**RECOMPUTE, "train_infer_correction": TrainInferCorrection(is_weight=ImportanceWeight())}
 GAE = {"adv_estimator": "gae"}
 KL_LOSS = {"use_kl_loss": True, "kl_loss_coef": 0.3}
 KL_REWARD = {"add_token_level_kl": True, "init_kl_coef": 0.3}
@@ -50,14 +51,14 @@ EFFECTS: dict[str, list[Change]] = {
     ]
     + [(ALL | TEACHERS, {"adv_estimator": "opd"})],
     "gae_level": [(GAE, {"gae_level": "turn"})],
-    "value_targets": [(GAE | RECOMPUTE, {"value_targets": "vtrace"})],
-    "vtrace_rho_bar": [(GAE | RECOMPUTE | {"value_targets": "vtrace"}, {"vtrace_rho_bar": 1.1})],
-    "vtrace_c_bar": [(GAE | RECOMPUTE | {"value_targets": "vtrace"}, {"vtrace_c_bar": 0.8})],
+    "value_targets": [(GAE | WEIGHTED, {"value_targets": "vtrace"})],
+    "vtrace_rho_bar": [(GAE | WEIGHTED | {"value_targets": "vtrace"}, {"vtrace_rho_bar": 1.1})],
+    "vtrace_c_bar": [(GAE | WEIGHTED | {"value_targets": "vtrace"}, {"vtrace_c_bar": 0.8})],
     "gamma": [({}, {"gamma": 0.9}), (GAE, {"gamma": 0.9}), ({"adv_estimator": "agentic_reinforce"}, {"gamma": 0.9})],
     "lambd": [(GAE, {"lambd": 0.5}), (GAE | {"gae_level": "turn"}, {"lambd": 0.5})],
     "bootstrap_truncated": [
         (GAE | more, {"bootstrap_truncated": True})
-        for more in ({}, {"gae_level": "turn"}, RECOMPUTE | {"value_targets": "vtrace"})
+        for more in ({}, {"gae_level": "turn"}, WEIGHTED | {"value_targets": "vtrace"})
     ],
     "step_reward_gamma": [
         ({"adv_estimator": name}, {"step_reward_gamma": 0.5}) for name in ("gigpo", "step_reinforce")

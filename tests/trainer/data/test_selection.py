@@ -9,6 +9,7 @@ from offbeat.services.messages.types import Group, StopReason
 from offbeat.trainer.algorithms.aggregation import MaskedCounts
 from offbeat.trainer.checks.algorithm import check_algorithm
 from offbeat.trainer.config.algorithm import AlgorithmConfig
+from offbeat.trainer.config.corrections import ImportanceWeight, TrainInferCorrection
 from offbeat.trainer.config.rewards import RewardNormalization, RewardShaping
 from offbeat.trainer.data.batch import pack
 from offbeat.trainer.data.reward_shaping import shape_rewards
@@ -22,6 +23,8 @@ from offbeat.trainer.data.selection import (
 from tests.copying import replace
 from tests.trainer.outcome import outcome
 from tests.trainer.trajectories import group, trajectory
+
+KL_REWARD = {"add_token_level_kl": True, "init_kl_coef": 0.1}
 
 
 def of_rewards(number: int, *rewards: float) -> Group:
@@ -132,6 +135,11 @@ def test_unusable_filter_is_refused_at_validation(path: str, message: str):
         ({"adv_estimator": "reinforce", "variance_filter_ratio": 0.5}, "variance_filter_ratio"),
         ({"adv_estimator": "gae", "critic_warmup": 10}, "critic_warmup"),
         ({"adv_estimator": "gae", "value_targets": "vtrace"}, "value_targets"),
+        (
+            {"adv_estimator": "gae", "value_targets": "vtrace", "old_logprobs": "recompute"},
+            "train_infer_correction.is_weight",
+        ),
+        ({"adv_estimator": "reinforce", "pg_variant": "gpg", "old_logprobs": "loglinear", **KL_REWARD}, "old_logprobs"),
         ({"adv_estimator": "reinforce", "pg_variant": "vanilla", "old_logprobs": "recompute"}, "old_logprobs"),
         ({"adv_estimator": "reinforce", "use_kl_loss": True}, "kl_loss_coef"),
         ({"adv_estimator": "reinforce", "pg_clip": 0.1, "pg_clip_low": 0.2, "pg_clip_high": 0.3}, "pg_clip"),
@@ -163,6 +171,21 @@ def test_algorithm_incompatible_with_run_is_refused(settings: dict, path: str):
 def test_groups_of_one_are_accepted_where_no_sibling_is_compared(settings: dict):
     config = AlgorithmConfig(**settings)
     assert not list(check_algorithm(config, group_size=1, groups_per_step=8, max_steps=10, tags=()))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"adv_estimator": "reinforce", **KL_REWARD},
+        {"adv_estimator": "reinforce", **KL_REWARD, "kl_penalty": "full"},
+        {"adv_estimator": "gae", "value_targets": "vtrace",
+         "train_infer_correction": TrainInferCorrection(is_weight=ImportanceWeight(upper_bound=1.0))},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("variant", ["vanilla", "gpg"])
+def test_recomputed_logprobs_are_used_by_rewards_beside_losses_without_a_ratio(settings: dict, variant: str):
+    config = AlgorithmConfig(pg_variant=variant, old_logprobs="recompute", **settings)
+    assert not list(check_algorithm(config, group_size=4, groups_per_step=8, max_steps=10, tags=()))
 
 
 def test_equal_rewards_carry_signal_for_a_critic():
