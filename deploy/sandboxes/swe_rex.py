@@ -23,12 +23,19 @@ abstract: Any = require("swerex.runtime.abstract", "swe-rex")
 exceptions: Any = require("swerex.exceptions", "swe-rex")
 
 DEFAULT_TIMEOUT_S = 3600.0
-MAX_FILE_BYTES = 64 << 20
-SESSION = """
-trap 'code=$?; pwd > {state}.cwd; {{ declare -p; declare -f; }} > {state}.vars; exit $code' EXIT
-source {state}.vars 2> /dev/null
-cd "$(cat {state}.cwd)"
-eval {command}
+MAX_FILE_BYTES = 32 << 20
+"""Of a file that is read; the shell sends it in one reply."""
+MAX_OUTPUT_CHARS = 1_000_000
+SAVE = "__offbeat_code=$?; pwd > {state}.cwd; {{ declare -p; declare -f; }} > {state}.vars"
+"""A command ends by `exit`, or may have set a trap of its own: state is saved in both cases."""
+SESSION = f"""
+trap '{SAVE}; exit $__offbeat_code' EXIT
+source {{state}}.vars 2> /dev/null
+cd "$(cat {{state}}.cwd)"
+eval {{command}}
+{SAVE}
+trap - EXIT
+exit $__offbeat_code
 """
 
 
@@ -42,7 +49,7 @@ class SandboxDeployment(AbstractDeployment):
     ) -> None:
         """folders: writable ones."""
         self.logger = logger or logging.getLogger(__name__)
-        self._limits, self._folders = limits or ShellLimits(), folders
+        self._limits, self._folders = limits or ShellLimits(max_output_chars=MAX_OUTPUT_CHARS), folders
         self._runtime: SandboxRuntime | None = None
         self._hooks = hooks.CombinedDeploymentHook()
 
@@ -117,7 +124,9 @@ class SandboxRuntime(abstract.AbstractRuntime):
 
     async def execute(self, command: Any) -> Any:
         """Raises swerex's errors: out of time, exit code."""
-        words = ("bash", "-c", command.command) if command.shell else tuple(command.command)
+        words = (command.command,) if isinstance(command.command, str) else tuple(command.command)
+        if command.shell:
+            words = ("bash", "-c", command.command)
         errors = "" if command.merge_output_streams else f"/sandbox/.stderr-{uuid4().hex}"
         if errors:
             words = ("bash", "-c", f'"$@" 2> {errors}', "bash", *words)
@@ -132,8 +141,10 @@ class SandboxRuntime(abstract.AbstractRuntime):
         )
 
     async def read_file(self, request: Any) -> Any:
-        """Raises FileNotFoundError."""
-        content = await asyncio.to_thread(self._read, request.path)
+        """Raises FileNotFoundError, ValueError for a file beyond `MAX_FILE_BYTES`."""
+        content = await asyncio.to_thread(self._read, request.path, MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            raise ValueError(f"{request.path} has more than {MAX_FILE_BYTES >> 20} MiB: read parts of it by `execute`")
         return abstract.ReadFileResponse(
             content=content.decode(request.encoding or "utf-8", errors=request.errors or "strict")
         )
@@ -164,8 +175,8 @@ class SandboxRuntime(abstract.AbstractRuntime):
             self._shell.run, words, cwd=cwd, env=variables, timeout_s=timeout_s or DEFAULT_TIMEOUT_S
         )
 
-    def _read(self, path: str) -> bytes:
-        content = self._shell.read(path, MAX_FILE_BYTES)
+    def _read(self, path: str, max_bytes: int = MAX_FILE_BYTES) -> bytes:
+        content = self._shell.read(path, max_bytes)
         if content is None:
             raise FileNotFoundError(path)
         return content

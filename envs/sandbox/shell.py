@@ -227,14 +227,14 @@ class Shell:
     def _read(self, num_bytes: int, deadline: float) -> bytes:
         poll = select.poll()  # `select.select` refuses descriptors above 1023
         poll.register(self._read_fd, select.POLLIN)
-        data = b""
+        data = bytearray()
         while len(data) < num_bytes:
             is_ready = poll.poll(1000 * max(0.0, deadline - time.monotonic()))
             part = os.read(self._read_fd, num_bytes - len(data)) if is_ready else b""
             if not part:
                 raise self._lost()
             data += part
-        return data
+        return bytes(data)
 
     def _lost(self) -> ShellError:
         stderr = self._folder / "stderr"

@@ -47,6 +47,8 @@ ACTIONS = {
     "ls; basename $PWD": "file\nd",
     "printf 'no newline'": "no newline",
     "echo out; echo err >&2": "out\nerr",
+    "trap 'echo bye' EXIT; cd /tmp; code=7": "",
+    "echo $code; pwd": "7\n/tmp",
 }
 """Answers of `LocalDeployment`, but for its terminal's empty lines; its time limits of .1 s fail on a busy machine."""
 
@@ -81,6 +83,21 @@ async def test_commands_and_files(runtime: SandboxRuntime, tmp_path: Path):
     assert (done.stdout, done.stderr, done.exit_code) == ("b\n", "", 0)
     with pytest.raises(NonZeroExitCodeError, match="no such"):
         await runtime.execute(Command(command=["false"], check=True, error_msg="no such"))
+
+
+async def test_long_output_and_a_text_without_a_shell(runtime: SandboxRuntime):
+    done = await runtime.execute(Command(command="seq 1 20000", shell=True))
+    assert done.stdout == "".join(f"{number}\n" for number in range(1, 20_001))
+    assert (await runtime.execute(Command(command="pwd"))).stdout == "/app\n"
+
+
+async def test_a_file_that_is_too_large_is_refused_and_the_shell_survives(runtime: SandboxRuntime):
+    await runtime.execute(
+        Command(command="head -c 60M /dev/zero > /app/large; head -c 32M /app/large > /app/b", shell=True)
+    )
+    with pytest.raises(ValueError, match="/app/large has more than 32 MiB: read parts of it"):
+        await runtime.read_file(ReadFileRequest(path="/app/large"))
+    assert len((await runtime.read_file(ReadFileRequest(path="/app/b"))).content) == 32 << 20
 
 
 async def test_a_command_over_its_timeout_is_killed_and_the_session_survives(runtime: SandboxRuntime):
