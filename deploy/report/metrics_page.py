@@ -14,9 +14,9 @@ and labels. Trackers show `SOURCE/NAME` (`learner/reward`, `eval/sampled/success
 the source beside the name. Values that are not finite are left out. `/metrics` has them under the names of the column
 Prometheus ([monitoring.md](monitoring.md)). The last column is ROLL's name where it is another one.
 
-`reward` is what the envs gave, `shaped_reward` what is trained on after shaping, penalties and clips; nothing is under
-`critic/` without a critic. `tokens_trained` counts the sampled tokens of the trained trajectories, `tokens/computed` all
-their tokens, prompts included.
+`reward` is what the envs gave, `shaped_reward` that after `reward_shaping`, before comparisons, `reward_clip` and KL;
+nothing is under `critic/` without a critic. `tokens_trained` counts the sampled tokens of the trained trajectories,
+`tokens/computed` all their tokens, prompts included.
 """
 SECTIONS = {
     "learner": "One record per optimizer step; `startup/` once, `checkpoints_failed` as it happens.",

@@ -194,7 +194,7 @@ class AlgorithmConfig(ConditionalConfig):
     entropy_loss_coef: float = Field(default=0.0, ge=0)
     """Coefficient of the entropy bonus."""
     entropy_loss_scheduler_type: Annotated[Scheduler, OnlyWith(entropy_loss_coef=SET)] = "constant"
-    """Schedule of `entropy_loss_coef`; `linear` and `cosine` end at 0."""
+    """Schedule of `entropy_loss_coef`; `linear` and `cosine` reach 0 after the last step."""
     ppo_epochs: int = Field(default=1, ge=1)
     """Passes per batch."""
     use_kl_loss: bool = False
