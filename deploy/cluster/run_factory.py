@@ -147,6 +147,12 @@ def _build_generation(
     return generation_component(config, redis_url, model_folder(config), status, uid)
 
 
+AT_START = ("model_update_frequency", "train_env_manager.num_groups_partition")
+"""Keys that have to fit live settings when a run starts: under a lowered bound the learner publishes more often, and a
+partition is of shares.
+"""
+
+
 class MachineSize(NamedTuple):
     """Resources; None: this machine's."""
 
@@ -235,10 +241,9 @@ class MeshRunFactory(PackagedRecipes):
     async def validate_change(self, record: RunRecord, requested: Settings, values: Mapping[str, float]) -> None:
         """Check a change of the requested settings; raises `InvalidRunError` with all issues."""
         before, size = _apply_values(json.loads(record.config), asdict(requested)), await self._size()
-        old = await asyncio.to_thread(self._setting_issues, before, size)
-        new = await asyncio.to_thread(self._setting_issues, _apply_values(before, values), size)
-        if new - old:
-            raise InvalidRunError([_to_problem_view(issue) for issue in sorted(new - old, key=str)])
+        issues = await asyncio.to_thread(self._added_issues, before, _apply_values(before, values), size)
+        if issues:
+            raise InvalidRunError([_to_problem_view(issue) for issue in sorted(issues, key=str)])
 
     async def write_report(self, record: RunRecord) -> None:
         """Do nothing: `offbeat train` writes it."""
@@ -286,11 +291,21 @@ class MeshRunFactory(PackagedRecipes):
             raise ControlError(last_output(process).removeprefix("offbeat: "))
         return read_json(process)
 
-    def _setting_issues(self, tree: dict[str, Any], size: MachineSize) -> set[ConfigIssue]:
+    def _added_issues(self, before: dict[str, Any], after: dict[str, Any], size: MachineSize) -> set[ConfigIssue]:
+        """Return the issues that a change of settings adds; all of `after` if one of both can't be read."""
         try:
-            config = read_document(tree, working_dir=self._working_dir)
+            new = self._setting_issues(after, size)
         except ConfigError as error:
             return set(error.issues)
+        try:
+            old = self._setting_issues(before, size)
+        except ConfigError:
+            return new
+        return {issue for issue in new - old if issue.path not in AT_START}
+
+    def _setting_issues(self, tree: dict[str, Any], size: MachineSize) -> set[ConfigIssue]:
+        """Raise `ConfigError` if the configuration can't be read."""
+        config = read_document(tree, working_dir=self._working_dir)
         return set(check_settings(config, cores=size.cpus, nodes=size.nodes))
 
     async def snapshot(self, run_id: str) -> Snapshot:

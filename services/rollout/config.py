@@ -234,7 +234,7 @@ class EnvManagerConfig(Config):
     tags: tuple[str, ...] = ()
     """Keys of `custom_envs`; empty: all."""
     num_groups_partition: tuple[int, ...] = ()
-    """Groups per tag, summing to `num_env_groups`; empty: equal shares."""
+    """Groups per tag, at least 1, summing to `num_env_groups` at the start; empty: equal shares."""
     task_sampler: TaskSamplerConfig | None = None
     """Sampler of training tags and seeds; None cycles through the tags."""
 
@@ -245,10 +245,6 @@ class EnvManagerConfig(Config):
             raise ValueError("task_sampler draws the tags: leave num_groups_partition out")
         if partition and len(partition) != len(self.tags):
             raise ValueError(f"num_groups_partition has {len(partition)} entries for {len(self.tags)} tags")
-        if partition and sum(partition) != self.num_env_groups:
-            raise ValueError(
-                f"num_groups_partition sums to {sum(partition)}, num_env_groups is {self.num_env_groups}: make them equal"
-            )
         return self
 
     def tags_of(self, custom_envs: Mapping[str, CustomEnv]) -> tuple[str, ...]:

@@ -140,11 +140,25 @@ def _check_envs(config: RunConfig) -> Iterator[ConfigIssue]:
 
 def _check_slots(config: RunConfig) -> Iterator[ConfigIssue]:
     total = config.rollout.max_env_num_per_worker
-    for name in ("train_env_manager", "val_env_manager"):
-        limit = getattr(config, name).max_env_num_per_worker
+    for name, manager in (("train_env_manager", config.train_env_manager), ("val_env_manager", config.val_env_manager)):
+        yield from _check_partition(f"{name}.num_groups_partition", manager)
+        limit = manager.max_env_num_per_worker
         if limit is not None and limit > total:
             reason = f"above rollout.max_env_num_per_worker, {total}"
             yield _unused(f"{name}.max_env_num_per_worker", reason, "leave it out, or raise that")
+
+
+def _check_partition(path: str, manager: EnvManagerConfig) -> Iterator[ConfigIssue]:
+    """Yield shares of which tags are never played, or that are not the groups; of a run that has begun they are shares."""
+    partition, groups = manager.num_groups_partition, manager.num_env_groups
+    for tag, share in zip(manager.tags, partition, strict=True) if partition else ():
+        if share < 1:
+            yield ConfigIssue(
+                path, f"{tag} with {share} groups is never played: take 1 or more, or leave it out of tags"
+            )
+            return
+    if partition and sum(partition) != groups:
+        yield ConfigIssue(path, f"its sum is {sum(partition)}, num_env_groups is {groups}: make them equal")
 
 
 def _check_data_pipeline(config: RunConfig) -> Iterator[ConfigIssue]:

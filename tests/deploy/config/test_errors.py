@@ -113,8 +113,8 @@ def test_a_missing_key_is_named():
 
 
 def test_rejected_combination_names_its_table():
-    found = problems({"custom_envs": ENVS, "train_env_manager": {"tags": ["Lake"], "num_groups_partition": [3]}})
-    assert found["train_env_manager"].startswith("num_groups_partition sums to 3")
+    found = problems({"custom_envs": ENVS, "train_env_manager": {"tags": ["Lake"], "num_groups_partition": [3, 5]}})
+    assert found["train_env_manager"].startswith("num_groups_partition has 2 entries for 1 tags")
 
 
 @pytest.mark.parametrize(

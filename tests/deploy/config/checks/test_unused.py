@@ -29,6 +29,11 @@ def attention(train: Settings, **roles: str) -> Settings:
     return LAKE | {"actor_train": {"model_args": train}} | names
 
 
+def shares(*partition: int, manager: str = "train_env_manager", **settings: int) -> Settings:
+    table = {"tags": ["lake", "pond"], "num_groups_partition": partition, **settings}
+    return {"custom_envs": dict.fromkeys(table["tags"], LAKE["custom_envs"]["lake"]), manager: table}
+
+
 def env(**settings: Any) -> Settings:
     return {"custom_envs": {"lake": {"env_type": "frozen_lake", **settings}}}
 
@@ -206,6 +211,19 @@ def judge(**settings: Any) -> Settings:
             "weights.url",
             "with weights.transport=shm: leave it out, or take transport=fs",
             LAKE | {"weights": {"url": "/shared/weights", "transport": "fs"}},
+        ),
+        (
+            shares(0, 8),
+            "train_env_manager.num_groups_partition",
+            "lake with 0 groups is never played: take 1 or more",
+            shares(1, 7),
+        ),
+        (shares(-1, 9), "train_env_manager.num_groups_partition", "lake with -1 groups", shares(4, 4)),
+        (
+            shares(1, 2),
+            "train_env_manager.num_groups_partition",
+            "its sum is 3, num_env_groups is 8: make them equal",
+            shares(1, 2, num_env_groups=3, manager="val_env_manager"),
         ),
         (
             LAKE | {"record_batches": 16},
