@@ -27,8 +27,15 @@ def choose_app(
     config: RunConfig, offers: Mapping[str, EngineOffer], is_free: Callable[[str], bool]
 ) -> tuple[str | None, list[ConfigIssue]]:
     """Return the run's application (None: its own) and issues. is_free: has room beside other active runs."""
-    named = config.actor_infer.app
-    if named == app_name(config.exp_name):
+    named, own = config.actor_infer.app, app_name(config.exp_name)
+    if own in offers and config.uses_engine:  # the run would take it for its own, and delete it at its end
+        return None, [
+            ConfigIssue(
+                "exp_name",
+                f"{own} is an application of the deploy file, and would be the name of this run's own: choose another name",
+            )
+        ]
+    if named == own:
         return None, []
     if named is None:
         architecture = load_architecture(config) if offers else {}

@@ -66,6 +66,15 @@ def test_run_that_names_its_own_application_deploys_it():
     assert choose(config, {"a": offer(run_config())}) is None
 
 
+@pytest.mark.parametrize("app", [None, "generation-local", "generation-other"])
+def test_a_run_named_like_a_deployed_application_is_rejected(app: str | None):
+    """It would take that application for its own, unchecked, and delete it at its end."""
+    config = run_config("exp_name=local", *([f"actor_infer.app={app}"] if app else []))
+    _, (problem,) = choose_app(config, {"generation-local": offer(config), "generation-other": offer(config)}, bool)
+    assert problem.path == "exp_name"
+    assert "generation-local is an application of the deploy file" in problem.message
+
+
 def test_named_application_with_the_same_model_is_taken():
     """Its engine settings may differ."""
     offers = {
