@@ -37,12 +37,16 @@ REMEDIES = {
     "agent_crashed": "its process ended by itself; its last words are above",
     "agent_error": "it fails before its first call to the policy, whatever the policy answers",
 }
-
-
+PRINTED_NUMBER = (
+    "the last line that it printed is a number, and so the reward: a number that is the answer must be printed as JSON "
+    'text ("42") or {"answer": ...}'
+)
 CERTAIN = frozenset(
     ("agent_silent", "agent_error", "agent_crashed", "path", "command", "python", "episodes_per_process")
 )
 """Rules that random answers can't violate."""
+ANSWER_ENVS = frozenset(("math", "qa", "prompt", "reasoning_gym"))
+"""Envs that score an answer."""
 TRIAL_S = 90.0
 """Limit of an agent's trial before a run."""
 
@@ -180,6 +184,8 @@ class _AgentCheck:
             report.rewards.append(played.reward)
             for severity, rule, message in _read_trajectory(played, self._pool.outcome, env.num_steps):
                 report.add(severity, rule, message)
+            if rules.env_type in ANSWER_ENVS and self._runner.command and _is_number(self._pool.outcome):
+                report.add("advice", "reward", PRINTED_NUMBER)
         finally:
             report.num_steps += env.num_steps
             report.durations_s.append(time.monotonic() - began)
@@ -203,6 +209,10 @@ class _AgentCheck:
             return
         remedy = REMEDIES.get(error.reason, "the env failed: try it by `offbeat env check`")
         self._report.add("problem", error.reason, f"{what}; {remedy}{trace}")
+
+
+def _is_number(outcome: AgentOutcome | None) -> bool:
+    return outcome is not None and outcome == AgentOutcome(reward=outcome.reward) != AgentOutcome()
 
 
 Findings = Iterator[tuple[Literal["problem", "advice"], str, str]]

@@ -95,6 +95,29 @@ def test_what_is_wrong_is_named_with_a_remedy(path: str, severity: str, rule: st
         assert "services/rollout" not in found[rule].message
 
 
+ANSWERS = """
+import json, os, sys
+sys.path.insert(0, os.path.dirname(__file__))
+import checked_agents
+from offbeat.services.rollout.agents.task import AgentTask
+
+task = AgentTask.of(json.loads(os.environ["OFFBEAT_TASK"]))
+checked_agents.ask(task, [{"role": "user", "content": task.observation}])
+print(RESULT)
+"""
+
+
+@pytest.mark.parametrize(("result", "found"), [("42", ["reward"]), ("'\"42\"'", []), ('\'{"answer": "42"}\'', [])])
+def test_a_number_that_a_command_prints_for_a_question_is_named(tmp_path: Path, result: str, found: list[str]):
+    (tmp_path / "rows.jsonl").write_text('{"question": "6 * 7?", "answer": "42"}\n')
+    (tmp_path / "answers.py").write_text(ANSWERS.replace("RESULT", result))
+    runner = AgentRunner(command=(sys.executable, str(tmp_path / "answers.py")))
+    config = {"dataset_name": str(tmp_path / "rows.jsonl")}
+    env = CustomEnv(env_type="math", max_steps=1, agent_runner=runner, env_config=config)
+    report = asyncio.run(check_agent("Math", env, num_episodes=1))
+    assert [finding.rule for finding in report.findings if finding.rule != "sampling"] == found, report.findings
+
+
 def test_the_command_checks_agents_by_name_and_by_configuration():
     sound = offbeat("checked_agents:walks", "--episodes", "1")
     assert sound.exit_code == 0, sound.output
