@@ -256,6 +256,7 @@ ROLES: tuple[tuple[str, Rule], ...] = (
     ("*.num_gpus_per_worker|world_size", no_effect("ROLL derives it from device_mapping")),
     ("*.offload_nccl", no_effect("ROLL sets it to false")),
     ("*.name|worker_cls|max_concurrency", missing("no such workers here")),
+    ("actor_train.backend_timeout", lambda key: Outcome("same", key.path, key.value)),
     ("*.backend_timeout", missing("actor_train.backend_timeout holds for all")),
     *((f"{role}.system_envs.*", _role_environment) for role in
       ("actor_train", "actor_infer", "critic", "reference", "train_env_manager", "val_env_manager")),

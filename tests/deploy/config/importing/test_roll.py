@@ -81,6 +81,13 @@ def test_the_algorithm_is_that_of_roll():
     assert config.actor_infer.generating_args.top_k == 100
 
 
+def test_the_policys_backend_timeout_is_that_of_all_roles(tmp_path: Path):
+    variant = write_variant(tmp_path, "actor_train: {backend_timeout: 60}\nactor_infer: {backend_timeout: 90}")
+    imported = import_roll(variant)
+    assert validate_tree(imported.tree).actor_train.backend_timeout == 60
+    assert outcomes(imported)["actor_infer.backend_timeout"][0] == "no counterpart"
+
+
 def test_the_report_says_what_became_of_a_key():
     found = outcomes(import_roll(FROZEN_LAKE))
     assert found["max_grad_norm"] == ("renamed", 1.0)
