@@ -3,14 +3,17 @@
 Invariant: runs share a resource only up to its number of slots, and only if their adapters have the same base.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from redis.asyncio.client import Pipeline
 
-from offbeat.services.control.run import RunSpec
+from offbeat.services.control.run import BusyError, RunSpec
 from offbeat.services.keys import claims_key, join_claim
 
+T = TypeVar("T")
+APP = "app"
 Claims = Mapping[str, Mapping[str, Sequence[str]]]
 """Kind -> resource -> its runs."""
 
@@ -68,3 +71,15 @@ def claims_of(spec: RunSpec, others: Mapping[str, Sequence[Holder]], held: Claim
         claims[kind] = {each: [run for run in runs if run != spec.run_id] for each, runs in earlier.items()}
         claims[kind][name] = [*(holder.run_id for holder in others[kind]), spec.run_id]
     return claims
+
+
+async def claim_chosen(choose: Callable[[], Awaitable[RunSpec]], claim: Callable[[RunSpec], Awaitable[T]]) -> T:
+    """Claim a run's resources, choosing again while other starts take the chosen application; raises `BusyError`."""
+    spec = await choose()
+    while True:
+        try:
+            return await claim(spec)
+        except BusyError as error:
+            taken = spec.claims.get(APP)
+            if error.kind != APP or (spec := await choose()).claims.get(APP) == taken:
+                raise

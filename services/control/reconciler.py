@@ -11,9 +11,11 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from redis import exceptions as redis_errors
 
+from offbeat.services.control.claims import claim_chosen
 from offbeat.services.control.downloads import complete_record
 from offbeat.services.control.failing_episodes import FailingEpisodes
 from offbeat.services.control.interfaces import Component, Health, Observation, RunMesh
@@ -226,8 +228,9 @@ class Reconciler:
     async def _complete_record(self, record: RunRecord) -> RunState:
         """Continue with the downloaded models, if the configuration fits them."""
         assert self._complete is not None, "a factory whose runs may wait for downloads"
+        complete, claim = partial(self._complete, record), partial(complete_record, self._store, record)
         try:
-            await complete_record(self._store, record, await self._complete(record))
+            await claim_chosen(complete, claim)
         except ControlError as error:
             return await self._start_draining(record, RunState.FAILED, str(error), self._own_log, resumable=False)
         self.wake()

@@ -51,7 +51,11 @@ class RunExistsError(ControlError):
 
 
 class BusyError(ControlError):
-    """Resource claimed by another run."""
+    """Resource claimed by another run. kind: as in `RunSpec.claims`, empty for another cause."""
+
+    def __init__(self, message: str, kind: str = "") -> None:
+        self.kind = kind
+        super().__init__(message)
 
 
 class RunStateError(ControlError):

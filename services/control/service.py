@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from typing import Any, Protocol
 
+from offbeat.services.control.claims import claim_chosen
 from offbeat.services.control.console.archive import RunArchive
 from offbeat.services.control.event_schemas import MetricsView, MetricView
 from offbeat.services.control.interfaces import Recipes, Removal
@@ -155,11 +156,15 @@ class ControlService:
             RunExistsError: active with another configuration, or ending.
             BusyError: another run has claimed a resource.
         """
-        async with self._validation_slot():
-            spec = await self.factory.validate(document, rights)
+
+        async def validate() -> RunSpec:
+            async with self._validation_slot():
+                return await self.factory.validate(document, rights)
+
         if dry_run:
+            await validate()
             return None, False
-        record, created = await self.store.create(spec)
+        record, created = await claim_chosen(validate, self.store.create)
         self._wake()
         return await self._overview.view(record), created
 

@@ -120,7 +120,7 @@ class RunStore:
             slots = await cast(Any, self.redis.hget(slots_key(kind), name))
             others[kind] = await self._holders(run for run in held[kind].get(name, ()) if run != spec.run_id)
             if conflict := find_conflict(kind, name, others[kind], slots=int(slots or 1), base=spec.base):
-                raise BusyError(conflict)
+                raise BusyError(conflict, kind)
         return claims_of(spec, others, held)
 
     async def _holders(self, run_ids: Iterable[str]) -> list[Holder]:

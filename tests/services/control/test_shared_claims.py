@@ -1,6 +1,7 @@
 """Claims of runs that share a generation application, in a real Redis."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
@@ -8,10 +9,13 @@ import pytest
 from redis.asyncio import Redis
 
 from offbeat.services.control.lost_records import LostRecords
+from offbeat.services.control.rights import Rights
 from offbeat.services.control.run import BusyError, RunSpec, RunState
+from offbeat.services.control.service import ControlService
 from offbeat.services.control.store import RunStore
 from offbeat.services.keys import RunKeys, claims_key, slots_key, split_claim
 from tests.copying import replace
+from tests.services.control.api_harness import FakeRunFactory
 from tests.services.control.control_fakes import SETTINGS, FakeClock
 
 SPEC = RunSpec("lake", '{"max_steps": 3}', "/tmp/lake", 3, SETTINGS)
@@ -111,3 +115,35 @@ async def test_a_shared_claim_that_redis_has_lost_is_restored(store: RunStore):
     assert await lost.put_back([]) == ["one", "two"]
     assert await claim_of(store) == ["one"]
     assert (await store.load("two")).base == "b"
+
+
+class ChoosingFactory(FakeRunFactory):
+    """Gives a run the first application that no run has claimed, or its own; the first two starts choose at once."""
+
+    def __init__(self, redis: Redis) -> None:
+        super().__init__(redis)
+        self._redis = redis
+        self.chosen: list[str] = []
+        self._both = asyncio.Barrier(2)
+
+    async def validate(self, document: str | dict[str, Any], rights: Rights) -> RunSpec:
+        spec = await super().validate(document, rights)
+        claimed = await cast(Any, self._redis.hkeys(claims_key("app")))
+        free = [app for app in ("a", "b") if app.encode() not in claimed]
+        app = json.loads(spec.config).get("app") or (free[0] if free else spec.run_id)
+        self.chosen.append(app)
+        if len(self.chosen) <= 2:
+            await self._both.wait()
+        return replace(spec, claims={**spec.claims, "app": app})
+
+
+async def test_a_start_chooses_again_if_another_takes_its_application(store: RunStore):
+    factory = ChoosingFactory(store.redis)
+    service = ControlService(store, factory, wake=lambda: None)
+    await asyncio.gather(*(service.create({"exp_name": name}) for name in ("one", "two")))
+    assert factory.chosen == ["a", "a", "b"]
+    assert len(await claim_of(store, "a")) == len(await claim_of(store, "b")) == 1
+    with pytest.raises(BusyError, match="app 'a' is in use by run"):
+        await service.create({"exp_name": "three", "app": "a"})
+    with pytest.raises(BusyError, match="folder '/runs/one' is in use by run 'one'"):
+        await service.create({"exp_name": "four", "output_dir": "/runs/one"})
