@@ -102,6 +102,33 @@ def test_the_strip_is_coloured_by_each_column(folder_url: str, page: Any, column
     assert page.evaluate(picture) != before
 
 
+LONG_STRIP = """async () => {
+  const { strip } = await import('/ui/js/strip.js');
+  const column = (kind, value) => new kind(300_000).fill(value);
+  const segment = { tokens: column(Int32Array, 7), mask: column(Uint8Array, 1), versions: column(Int32Array, 2),
+    logprobs: column(Float32Array, -1), trainer_logprobs: column(Float32Array, -1), ratio: column(Float32Array, 1),
+    advantages: column(Float32Array, 1), outcome: column(Uint8Array, 0), images: [] };
+  document.body.replaceChildren(strip({ pieces: { 7: 'word' }, outcomes: ['trained'] }, segment, 'logprobs', 600));
+}"""
+
+
+def test_the_strip_of_a_long_episode_is_painted_to_its_end(folder_url: str, page: Any) -> None:
+    """300,000 tokens are 600,000 pixels high at this width; a canvas of more than 65,535 stays empty."""
+    see(page, folder_url, "acts")
+    page.evaluate(LONG_STRIP)
+    painted = "c => c.getContext('2d').getImageData(4, c.height - 20, 40, 10).data.some(each => each > 0)"
+    canvas = page.locator("canvas")
+    assert canvas.evaluate(painted)
+    page.locator(".strip").evaluate("scroller => scroller.scrollTop = scroller.scrollHeight")
+    page.wait_for_timeout(200)
+    assert canvas.evaluate(painted)
+    canvas.hover(position={"x": 20, "y": 950})
+    page.get_by_text(re.compile(r"token 299,?\d{3}:")).wait_for()
+    canvas.focus()
+    page.keyboard.press("ArrowLeft")
+    page.get_by_text(re.compile(r"token 299,?\d{3}:")).wait_for()
+
+
 def test_what_an_agent_wrote_is_text(folder_url: str, page: Any) -> None:
     see(page, folder_url, "trajectory")
     assert page.get_by_text(HOSTILE, exact=True).count() > 0

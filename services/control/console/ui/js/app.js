@@ -1,6 +1,6 @@
 // Frame of the page: session, choice of run and view by the address's fragment, `#/view/run?parameters`.
 
-import { get, listen, prefetch, Refusal, send } from "./api.js";
+import { get, listen, prefetch, send } from "./api.js";
 import { byId, h, keepFocus } from "./dom.js";
 import * as acts from "./acts.js";
 import * as curves from "./curves.js";
@@ -116,10 +116,7 @@ async function find(wanted, runs) {
 }
 
 /** @param {unknown} error */
-function problem(error) {
-  const text = error instanceof Refusal || error instanceof Error ? error.message : String(error);
-  return h("p", { class: "bad", role: "alert" }, text);
-}
+const problem = (error) => h("p", { class: "bad", role: "alert" }, error instanceof Error ? error.message : String(error));
 
 /** @param {Context} context @param {string} view @param {{id: string, reason: string}[]} unreadable */
 function showFrame(context, view, unreadable) {

@@ -52,7 +52,6 @@ function paint(canvas, counts, most, chosen, chosenLag) {
   const [width, height] = [LABEL + counts.length * CELL, rows * CELL + 4];
   canvas.width = width * devicePixelRatio;
   canvas.height = height * devicePixelRatio;
-  canvas.setAttribute("width", String(canvas.width));
   canvas.style.width = `${width}px`;
   const context = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
   context.scale(devicePixelRatio, devicePixelRatio);

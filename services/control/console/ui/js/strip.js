@@ -8,6 +8,8 @@ export const COLUMNS = /** @type {[string, string][]} */ ([["logprobs", "logprob
 const FONT = "13px ui-monospace, monospace";
 const LINE = 24;
 const GAP = 2;
+/** Pixels of the canvas, which browsers limit; a higher strip scrolls, within style.css's height. */
+const MAX_HEIGHT = 960;
 const NONE = 255;
 const WORST_LOGPROB = -5;
 const WIDEST_LOG_RATIO = 1;
@@ -55,17 +57,19 @@ function describe(trajectory, segment, i) {
  */
 export function strip(trajectory, segment, column, width) {
   const sampled = [...segment.tokens.keys()].filter((i) => segment.mask[i]);
-  const versions = sampled.map((i) => segment.versions[i]);
-  const sizes = sampled.map((i) => Math.abs(segment.advantages[i])).filter((size) => !Number.isNaN(size));
-  const range = { oldest: Math.min(...versions), newest: Math.max(...versions), largest: Math.max(0, ...sizes) };
+  const range = { oldest: Infinity, newest: -Infinity, largest: 0 };
+  for (const i of sampled) {
+    range.oldest = Math.min(range.oldest, segment.versions[i]);
+    range.newest = Math.max(range.newest, segment.versions[i]);
+    range.largest = Math.max(range.largest, Math.abs(segment.advantages[i]) || 0);
+  }
   const canvas = h("canvas", { role: "img", tabindex: 0, "aria-label": `${segment.tokens.length} tokens, ${sampled.length} sampled, coloured by ${column}` });
   const readout = h("p", { class: "soft text", "aria-live": "polite" }, "Point at a token, or use the arrow keys.");
   const context = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
   context.font = FONT;
   /** @type {{x: number, y: number, w: number, text: string}[]} */
   const cells = [];
-  let x = 0;
-  let y = 0;
+  let [x, y] = [0, 0];
   for (const token of segment.tokens) {
     const text = (trajectory.pieces[token] ?? String(token)).replaceAll("\n", "↵").replaceAll(" ", "·") || "∅";
     const w = Math.min(context.measureText(text).width + 8, width);
@@ -73,18 +77,23 @@ export function strip(trajectory, segment, column, width) {
     cells.push({ x, y, w, text });
     x += w + GAP;
   }
-  const height = y + LINE;
+  const height = Math.min(y + LINE, MAX_HEIGHT);
+  const whole = h("div", {}, canvas);
+  const scroller = h("div", { class: "strip" }, whole);
+  whole.style.height = `${y + LINE}px`;
   canvas.width = width * devicePixelRatio;
   canvas.height = height * devicePixelRatio;
   canvas.style.width = `${width}px`;
   const ink = getComputedStyle(document.body).color;
   let chosen = -1;
   const paint = () => {
-    context.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
-    context.clearRect(0, 0, width, height);
+    const top = scroller.scrollTop;
+    context.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, -top * devicePixelRatio);
+    context.clearRect(0, top, width, height);
     context.font = FONT;
     context.textBaseline = "middle";
     cells.forEach((cell, i) => {
+      if (cell.y + LINE < top || cell.y > top + height) return;
       const color = colorOf(segment, i, column, range);
       if (color) {
         context.fillStyle = color;
@@ -105,17 +114,20 @@ export function strip(trajectory, segment, column, width) {
     if (i < 0 || i >= cells.length || i === chosen) return;
     chosen = i;
     readout.textContent = describe(trajectory, segment, i);
+    const hidden = cells[i].y - scroller.scrollTop;
+    if (hidden < 0 || hidden + LINE > height) scroller.scrollTop = cells[i].y - height / 2;
     paint();
   };
   canvas.addEventListener("mousemove", (event) => {
     const box = canvas.getBoundingClientRect();
-    const [left, top] = [(event.clientX - box.left) * width / box.width, (event.clientY - box.top) * height / box.height];
+    const [left, top] = [(event.clientX - box.left) * width / box.width, (event.clientY - box.top) * height / box.height + scroller.scrollTop];
     choose(cells.findIndex((cell) => left >= cell.x && left < cell.x + cell.w && top >= cell.y && top < cell.y + LINE));
   });
   canvas.addEventListener("keydown", (event) => {
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (step) { event.preventDefault(); choose(Math.max(0, chosen + step)); }
   });
+  scroller.addEventListener("scroll", paint);
   paint();
-  return h("div", {}, canvas, readout);
+  return h("div", {}, scroller, readout);
 }
