@@ -284,27 +284,35 @@ def hold_run_files(folder: Path, run_id: str) -> Iterator[Callable[[], Removal]]
 
 def _remove_all(folder: Path) -> Removal:
     written = [(path, patterns) for name, patterns in WRITTEN.items() for path in folder.glob(name)]
-    removed = [str(path) for path, patterns in written if _remove_written(path, patterns)]
-    if not (folder / REDIS).exists():  # which is known as the run's by its marker
-        for path in folder.glob(f"{MARKER}*"):
-            path.unlink()
-    (folder / LOCK).unlink(missing_ok=True)
-    if not any(folder.iterdir()):
-        folder.rmdir()
-        return Removal([*removed, str(folder)], [])
-    return Removal(removed, [str(path) for path in _left(folder)])
+    failed: list[Path] = []
+    removed = [str(path) for path, patterns in written if _remove_written(path, patterns, failed)]
+    with suppress(OSError):
+        if not failed and not (folder / REDIS).exists():  # which are known as the run's by its marker
+            for path in folder.glob(f"{MARKER}*"):
+                path.unlink()
+        (folder / LOCK).unlink(missing_ok=True)
+        if not any(folder.iterdir()):
+            folder.rmdir()
+            return Removal([*removed, str(folder)], [])
+    return Removal(removed, [str(path) for path in _left(folder)] or [str(folder)])
 
 
-def _remove_written(path: Path, patterns: Sequence[str]) -> bool:
-    """Remove a file or folder, or only `patterns` in it; return whether it is gone."""
+def _remove_written(path: Path, patterns: Sequence[str], failed: list[Path]) -> bool:
+    """Remove a file or folder, or only `patterns` in it; return whether it is gone. failed: gets what can't be removed."""
     if path.is_symlink() or not path.is_dir():
-        path.unlink()
-        return True
+        with suppress(OSError):
+            path.unlink()
+            return True
+        failed.append(path)
+        return False
     for inner in [each for pattern in patterns for each in path.glob(pattern)]:
-        _remove_written(inner, ())
+        _remove_written(inner, (), failed)
     if patterns and any(path.iterdir()):
         return False
-    shutil.rmtree(path)
+    shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        failed.append(path)
+        return False
     return True
 
 

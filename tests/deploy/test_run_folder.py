@@ -2,7 +2,10 @@ import fcntl
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -12,6 +15,9 @@ from offbeat.deploy.run_marker import MARKER, FolderInUseError, identify, mark
 from offbeat.services.buffer.group_ledger import LEDGER_FILE
 from offbeat.trainer.learner.step_ledger import STEPS_FILE
 from offbeat.trainer.training.recorded_steps import FOLDER as BATCHES
+
+NOBODY = 65534
+"""A user without rights."""
 
 
 def earlier_run(folder: Path, text: str = "old") -> None:
@@ -215,3 +221,35 @@ def test_no_run_starts_in_a_folder_whose_files_are_being_removed(tmp_path: Path)
             run_folder.claim(folder, "run", resume=False)
         remove()
     assert not folder.exists()
+
+
+@contextmanager
+def without_root() -> Iterator[None]:
+    """Root may write everywhere."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_remove_run_files_leaves_and_names_what_it_may_not_remove():
+    with TemporaryDirectory() as place:
+        folder = Path(place) / "run"
+        (folder / "logs").mkdir(parents=True)
+        (folder / "logs" / "engine.log").touch()
+        (folder / "metrics.jsonl").touch()
+        mark(folder, "run")
+        for path in (Path(place), folder, *folder.iterdir()) if os.geteuid() == 0 else ():
+            os.chown(path, NOBODY, NOBODY)
+        (folder / "logs").chmod(0o500)
+        with without_root():
+            removal = remove_run_files(folder, "run")
+            (folder / "logs").chmod(0o700)
+            again = remove_run_files(folder, "run")
+    assert removal.removed == [str(folder / "metrics.jsonl")]
+    assert removal.left == [str(folder / "logs")]
+    assert (again.removed, again.left) == ([str(folder / "logs"), str(folder)], []), "the marker has stayed"
