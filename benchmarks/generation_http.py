@@ -47,12 +47,12 @@ class GatewayHost:
         self._gateway = Gateway()
         self._gateway.start()
 
-    async def open(self, agents: int, tokens: int) -> tuple[str, list[str]]:
-        """Replace the open episodes; return URL and keys."""
+    async def open(self, agents: int, tokens: int, calls: int) -> tuple[str, list[str]]:
+        """Replace the open episodes; return URL and keys. calls: of all agents."""
         from offbeat.services.gateway.session import EpisodeSession, SessionLimits
 
         self._episodes.close()
-        bounds = SessionLimits(SEQUENCE_LENGTH, tokens)
+        bounds = SessionLimits(SEQUENCE_LENGTH, tokens, max_calls=calls)
         sessions = [EpisodeSession(self._template, self._sample, bounds) for _ in range(agents)]
         for session in sessions:
             self._episodes.enter_context(self._gateway.open_session(session))
@@ -81,7 +81,7 @@ class Agents:
     async def measure(self, concurrency: int, count: int) -> RoundLoad:
         import httpx
 
-        origin, keys = self._host.call("open", concurrency, self._tokens)
+        origin, keys = self._host.call("open", concurrency, self._tokens, count)
         verify = ssl.create_default_context()  # one for all: it takes longer than a call
         async with AsyncExitStack() as clients:
             # a client for each, as agents have; a pool of 256 connections searches all of them for each call

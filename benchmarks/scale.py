@@ -141,7 +141,7 @@ class _ConcurrencyRun:
         return self._bench_env.run_config(
             f"bench-{next(_NUMBERS)}-{self._count}",
             custom_envs={TAG: lake},
-            train_env_manager=manager(self._count // GROUP_SIZE, GROUP_SIZE),
+            train_env_manager=manager(-(-self._count // GROUP_SIZE), GROUP_SIZE),
             rollout=RolloutConfig(max_env_num_per_worker=self._count, coalesce_s=self._options.coalesce_s),
             max_staleness=1e6,
             max_steps=UNREACHED_STEPS,

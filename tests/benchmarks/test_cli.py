@@ -3,11 +3,12 @@
 import json
 import multiprocessing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from typer.testing import CliRunner
 
+from offbeat.benchmarks import scale
 from offbeat.deploy.cli.app import app
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
@@ -47,6 +48,14 @@ def test_scale_reports_the_cost_of_an_episode(tmp_path: Path) -> None:
     for row in result["settings"]:
         assert row["cpu_ms"]["median"] >= row["worker_cpu_ms"]["median"] > 0
         assert row["trajectories_per_s"]["median"] > 0
+
+
+@pytest.mark.parametrize("count", [12, 16])
+def test_scale_plays_as_many_episodes_at_a_time_as_it_reports(count: int) -> None:
+    with scale.bench_environment() as base:
+        config = scale._ConcurrencyRun(scale.ScaleOptions(), base, cast(Any, None), count)._config()
+    assert config.rollout.max_env_num_per_worker == count
+    assert config.train_env_manager.num_env_groups == 2
 
 
 def test_buffer_moves_the_same_groups_through_both_sides(tmp_path: Path) -> None:

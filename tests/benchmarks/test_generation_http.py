@@ -62,4 +62,6 @@ async def test_agents_get_every_token_that_they_ask_for_over_http(tmp_path: Path
     assert len({request.prompt for request in client.requests}) == 12, "no prompt is sent twice"
     assert load.tokens_per_s > 0
     assert 0 < load.p50_s <= load.p99_s
+    limits = {session.bounds.max_calls for session in host._gateway._sessions.values()}
+    assert limits == {12}, "one agent may make all calls of a round"
     host.end()
