@@ -12,6 +12,7 @@ from offbeat.services.reward.kinds.model_config import LlmJudgeConfig
 from offbeat.services.rollout.config import EnvManagerConfig
 from offbeat.trainer.checks.effects import check_controller_effect, check_effects
 from offbeat.trainer.config.issue import ConfigIssue
+from offbeat.trainer.config.staleness import StalenessControllerConfig
 
 SERVED_ONLY = ("queue_timeout_s", "cpus_per_replica")
 """Of `rewards`, used only by replicas."""
@@ -21,6 +22,17 @@ TASKS = ("tags", "num_groups_partition", "task_sampler", "group_size_redundancy"
 """Of `train_env_manager`, used only by tasks of envs: a row's group has as many members as its pipeline."""
 VERDICTS = {"max_score": ("score", "rubric"), "rubric_key": ("rubric",), "compared_key": ("pairwise",)}
 """Keys of a judge -> verdicts that use them."""
+ENGINE_KEYS = (
+    "cpus_per_replica",
+    "kv_cache_gib",
+    "on_weight_update",
+    "keep_sessions",
+    "request_timeout_s",
+    "update_timeout_s",
+)
+"""Of `actor_infer`, used only by engines."""
+MISMATCH_KEYS = ("max_mismatch_kl", "min_ess", "staleness_step")
+"""Of `staleness_controller`, used only with the mismatch of engine and trainer, which pairs do not measure."""
 LEAVE_OUT = "leave it out"
 
 
@@ -30,10 +42,13 @@ def check_unused(config: RunConfig) -> Iterator[ConfigIssue]:
         config, groups_per_step=config.groups_per_step, num_env_groups=config.train_env_manager.num_env_groups
     )
     yield from _check_attention(config)
+    yield from _check_online_pairs(config)
+    yield from _check_replay(config)
     yield from _check_evaluation(config)
     yield from _check_tags(config)
     yield from _check_lengths(config)
     yield from _check_envs(config)
+    yield from _check_sessions(config)
     yield from _check_slots(config)
     yield from _check_data_pipeline(config)
     yield from _check_rewards(config)
@@ -67,6 +82,32 @@ def _check_attention(config: RunConfig) -> Iterator[ConfigIssue]:
         if args.attn_implementation not in (None, "auto"):
             reason = "with actor_train.model_args.shared_prefix, which needs packed attention (auto) of every role"
             yield _unused(f"{role}.model_args.attn_implementation", reason, LEAVE_OUT)
+
+
+def _check_online_pairs(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield keys of losses per token, which a loss of pairs lacks."""
+    if config.pipeline != "online_dpo":
+        return
+    if config.replay.sampler == "prioritized" and config.replay.importance_sampling_exponent:
+        yield ConfigIssue(
+            "replay.sampler",
+            "prioritized replay of pairs is biased, as importance_sampling_exponent weights none of them: take uniform, or "
+            "set that to 0",
+        )
+    control, unset = config.staleness_controller, StalenessControllerConfig()
+    for key in MISMATCH_KEYS if control is not None else ():
+        if getattr(control, key) != getattr(unset, key):
+            reason = "with pipeline: online_dpo, whose steps measure neither actor/mismatch_kl nor actor/ess"
+            yield _unused(f"staleness_controller.{key}", reason, LEAVE_OUT)
+
+
+def _check_replay(config: RunConfig) -> Iterator[ConfigIssue]:
+    is_async = config.max_staleness > 0 or config.staleness_controller is not None  # else `check_effects` has it
+    if is_async and config.replay.max_staleness == 0:
+        yield ConfigIssue(
+            "replay.max_staleness",
+            "0 replays nothing, as a group of an earlier step lags a version or more: take 1 or more, or leave it out",
+        )
 
 
 def _check_evaluation(config: RunConfig) -> Iterator[ConfigIssue]:
@@ -106,22 +147,27 @@ def _check_tags(config: RunConfig) -> Iterator[ConfigIssue]:
 
 def _check_lengths(config: RunConfig) -> Iterator[ConfigIssue]:
     """Yield limits of an episode's tokens that no episode of one sequence reaches."""
+    longest, shaping = config.sequence_length, config.reward_shaping
+    limit = shaping.overlong_max_length
+    if limit is not None and shaping.overlong_buffer > limit:
+        yield ConfigIssue(
+            "reward_shaping.overlong_buffer",
+            f"{shaping.overlong_buffer} exceeds overlong_max_length, {limit}, so that even an empty answer is penalized: "
+            "take at most that",
+        )
     tags = config.train_env_manager.tags_of(config.custom_envs)
     envs = [config.custom_envs[tag] for tag in tags if tag in config.custom_envs]
     if not all(env.env_manager_cls == "TrajEnvManager" and env.agent_runner is None for env in envs):
         return
-    longest, shaping = config.sequence_length, config.reward_shaping
     if config.error_max_len_clip and config.error_max_len_threshold >= longest:
         yield ConfigIssue(
             "error_max_len_threshold",
             f"{config.error_max_len_threshold} is never exceeded within a sequence_length of {longest}: take less, or leave "
             "error_max_len_clip out",
         )
-    if shaping.overlong_max_length is not None:
-        start = shaping.overlong_max_length - shaping.overlong_buffer
-        if start >= longest:
-            reason = f"as the penalty starts at {start} tokens, and sequence_length is {longest}"
-            yield _unused("reward_shaping.overlong_max_length", reason, "take less, or leave it out")
+    if limit is not None and (start := limit - shaping.overlong_buffer) >= longest:
+        reason = f"as the penalty starts at {start} tokens, and sequence_length is {longest}"
+        yield _unused("reward_shaping.overlong_max_length", reason, "take less, or leave it out")
 
 
 def _check_envs(config: RunConfig) -> Iterator[ConfigIssue]:
@@ -136,6 +182,13 @@ def _check_envs(config: RunConfig) -> Iterator[ConfigIssue]:
     has_threads = any(env.execution == "thread" for env in config.custom_envs.values())
     if not has_threads and config.rollout.num_threads != type(config.rollout).model_fields["num_threads"].default:
         yield _unused("rollout.num_threads", "as no env has execution=thread", LEAVE_OUT)
+
+
+def _check_sessions(config: RunConfig) -> Iterator[ConfigIssue]:
+    if config.actor_infer.keep_sessions and config.actor_infer.strategy_args.strategy_name == "hf_infer":
+        yield _unused(
+            "actor_infer.keep_sessions", "with hf_infer: sessions stay in vLLM alone", "leave it out, or take vllm"
+        )
 
 
 def _check_slots(config: RunConfig) -> Iterator[ConfigIssue]:
@@ -174,6 +227,9 @@ def _check_data_pipeline(config: RunConfig) -> Iterator[ConfigIssue]:
     samples_nothing = f"{reason}, which samples nothing without custom_envs"
     for key in changed_keys(config.weights, unset.weights):
         yield _unused(f"weights.{key}", samples_nothing, LEAVE_OUT)
+    for key in ENGINE_KEYS:
+        if getattr(config.actor_infer, key) != getattr(unset.actor_infer, key):
+            yield _unused(f"actor_infer.{key}", samples_nothing, LEAVE_OUT)
     for key in CALLS:
         if getattr(config.rollout, key) != getattr(unset.rollout, key):
             yield _unused(f"rollout.{key}", samples_nothing, LEAVE_OUT)

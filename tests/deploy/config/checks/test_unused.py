@@ -15,6 +15,8 @@ SFT = {"pipeline": "sft", "data": {"dataset_name": "rows.jsonl"}}
 VALIDATED_SFT = SFT | {"data": {"dataset_name": "rows.jsonl", "val_dataset_name": "val.jsonl"}}
 RLVR = {"pipeline": "rlvr", "data": SFT["data"], "custom_envs": {"math": {"env_type": "prompt"}}}
 VALIDATED_RLVR = RLVR | {"data": VALIDATED_SFT["data"]}
+ONLINE = LAKE | {"pipeline": "online_dpo"}
+PRIORITIZED = {"samples_per_insert": 2.0, "sampler": "prioritized"}
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
 GSPO_LENGTHS = {"reward_shaping": {"overlong_max_length": 600, "overlong_buffer": 50}, "sequence_length": 512}
 
@@ -224,6 +226,42 @@ def judge(**settings: Any) -> Settings:
             "train_env_manager.num_groups_partition",
             "its sum is 3, num_env_groups is 8: make them equal",
             shares(1, 2, num_env_groups=3, manager="val_env_manager"),
+        ),
+        (
+            LAKE | {"replay": {"samples_per_insert": 2.0, "max_staleness": 0.0}},
+            "replay.max_staleness",
+            "0 replays nothing",
+            LAKE | {"replay": {"samples_per_insert": 2.0, "max_staleness": 1.0}},
+        ),
+        (
+            ONLINE | {"replay": PRIORITIZED},
+            "replay.sampler",
+            "prioritized replay of pairs is biased",
+            ONLINE | {"replay": PRIORITIZED | {"importance_sampling_exponent": 0.0}},
+        ),
+        (
+            ONLINE | {"staleness_controller": {"max_mismatch_kl": 0.01}, "train_env_manager": {"num_env_groups": 16}},
+            "staleness_controller.max_mismatch_kl",
+            "whose steps measure neither",
+            LAKE | {"staleness_controller": {"max_mismatch_kl": 0.01}, "train_env_manager": {"num_env_groups": 16}},
+        ),
+        (
+            LAKE | {"reward_shaping": {"overlong_max_length": 100, "overlong_buffer": 200}},
+            "reward_shaping.overlong_buffer",
+            "200 exceeds overlong_max_length, 100, so that even an empty answer is penalized",
+            LAKE | {"reward_shaping": {"overlong_max_length": 100, "overlong_buffer": 100}},
+        ),
+        (
+            SFT | {"actor_infer": {"kv_cache_gib": 2.0}},
+            "actor_infer.kv_cache_gib",
+            "has no effect with pipeline: sft, which samples nothing without custom_envs",
+            SFT | LAKE | {"actor_infer": {"kv_cache_gib": 2.0}},
+        ),
+        (
+            LAKE | {"actor_infer": {"keep_sessions": True, "strategy_args": {"strategy_name": "hf_infer"}}},
+            "actor_infer.keep_sessions",
+            "with hf_infer: sessions stay in vLLM alone",
+            LAKE | {"actor_infer": {"keep_sessions": True}},
         ),
         (
             LAKE | {"record_batches": 16},
