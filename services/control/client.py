@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -21,9 +22,10 @@ from offbeat.services.control.console.schemas import (
     TrajectoryView,
 )
 from offbeat.services.control.event_schemas import MetricsView
-from offbeat.services.control.run import RunState
+from offbeat.services.control.run import RUN_ID, RunState
 from offbeat.services.control.schemas import (
     DeletedView,
+    ErrorBody,
     ErrorView,
     QuarantineView,
     RunsView,
@@ -70,6 +72,14 @@ class ControlRefusedError(ControlError):
     def __init__(self, status: int, error: ErrorView) -> None:
         self.status, self.error = status, error
         super().__init__(error.error.message)
+
+
+def _run_path(run_id: str) -> str:
+    """Return a run's path; raises `ControlRefusedError` for what is no id, and would be another path."""
+    if re.fullmatch(RUN_ID, run_id) is None:
+        message = f"there is no run {run_id!r}: a run's name has letters, digits, `_`, `.` and `-` alone"
+        raise ControlRefusedError(404, ErrorView(error=ErrorBody(code="unknown_run", message=message, problems=[])))
+    return f"/runs/{run_id}"
 
 
 class ControlClient:
@@ -120,45 +130,45 @@ class ControlClient:
         return RunsView.model_validate(await self._call("GET", "/runs", params=params))
 
     async def show(self, run_id: str) -> RunView:
-        return RunView.model_validate(await self._call("GET", f"/runs/{run_id}"))
+        return RunView.model_validate(await self._call("GET", _run_path(run_id)))
 
     async def stop(self, run_id: str, *, now: bool = False) -> RunView:
         params = {"now": "true" if now else "false"}
-        return RunView.model_validate(await self._call("POST", f"/runs/{run_id}/stop", params=params))
+        return RunView.model_validate(await self._call("POST", f"{_run_path(run_id)}/stop", params=params))
 
     async def pause(self, run_id: str) -> RunView:
-        return RunView.model_validate(await self._call("POST", f"/runs/{run_id}/pause"))
+        return RunView.model_validate(await self._call("POST", f"{_run_path(run_id)}/pause"))
 
     async def resume(self, run_id: str) -> RunView:
-        return RunView.model_validate(await self._call("POST", f"/runs/{run_id}/resume"))
+        return RunView.model_validate(await self._call("POST", f"{_run_path(run_id)}/resume"))
 
     async def change(self, run_id: str, values: Mapping[str, float]) -> RunView:
-        return RunView.model_validate(await self._call("PATCH", f"/runs/{run_id}", json=dict(values)))
+        return RunView.model_validate(await self._call("PATCH", _run_path(run_id), json=dict(values)))
 
     async def why(self, run_id: str) -> WhyView:
-        return WhyView.model_validate(await self._call("GET", f"/runs/{run_id}/why"))
+        return WhyView.model_validate(await self._call("GET", f"{_run_path(run_id)}/why"))
 
     async def quarantine(self, run_id: str) -> QuarantineView:
-        return QuarantineView.model_validate(await self._call("GET", f"/runs/{run_id}/quarantine"))
+        return QuarantineView.model_validate(await self._call("GET", f"{_run_path(run_id)}/quarantine"))
 
     async def delete(self, run_id: str, *, files: bool = False) -> DeletedView:
         params = {"files": "true" if files else "false"}
-        return DeletedView.model_validate(await self._call("DELETE", f"/runs/{run_id}", params=params))
+        return DeletedView.model_validate(await self._call("DELETE", _run_path(run_id), params=params))
 
     async def metrics(self, run_id: str, after: str = "0", limit: int = 1000) -> MetricsView:
         params = {"after": after, "limit": str(limit)}
-        return MetricsView.model_validate(await self._call("GET", f"/runs/{run_id}/metrics", params=params))
+        return MetricsView.model_validate(await self._call("GET", f"{_run_path(run_id)}/metrics", params=params))
 
     async def groups(self, run_id: str, **filters: Any) -> GroupsView:
         """Return a page of groups; filters: parameters of the route."""
         params = {name: value for name, value in filters.items() if value is not None}
-        return GroupsView.model_validate(await self._call("GET", f"/runs/{run_id}/groups", params=params))
+        return GroupsView.model_validate(await self._call("GET", f"{_run_path(run_id)}/groups", params=params))
 
     async def group(self, run_id: str, number: int) -> GroupDetailView:
-        return GroupDetailView.model_validate(await self._call("GET", f"/runs/{run_id}/groups/{number}"))
+        return GroupDetailView.model_validate(await self._call("GET", f"{_run_path(run_id)}/groups/{number}"))
 
     async def trajectory(self, run_id: str, group: int, index: int) -> TrajectoryView:
-        path = f"/runs/{run_id}/trajectories/{group}/{index}"
+        path = f"{_run_path(run_id)}/trajectories/{group}/{index}"
         return TrajectoryView.model_validate(await self._call("GET", path, headers=ACCEPT_JSON))
 
     async def series(
@@ -173,7 +183,7 @@ class ControlClient:
         params = {"names": ",".join(names), "axis": axis, "points": str(points)}
         since_params = {} if since is None else {"since": repr(since)}
         return SeriesView.model_validate(
-            await self._call("GET", f"/runs/{run_id}/series", params={**params, **since_params})
+            await self._call("GET", f"{_run_path(run_id)}/series", params={**params, **since_params})
         )
 
     async def compare(self, run_ids: Sequence[str]) -> CompareView:
@@ -182,16 +192,20 @@ class ControlClient:
     async def fork(self, run_id: str, step: int, changes: Mapping[str, Any]) -> RunView:
         """Start a run from a checkpoint. changes: configuration keys, dotted or nested."""
         params, timeout_s = {"step": str(step)}, VALIDATION_TIMEOUT_S
-        answer = await self._call("POST", f"/runs/{run_id}/fork", params=params, json=dict(changes), timeout=timeout_s)
+        answer = await self._call(
+            "POST", f"{_run_path(run_id)}/fork", params=params, json=dict(changes), timeout=timeout_s
+        )
         return RunView.model_validate(answer)
 
     async def reproduce(self, run_id: str, step: int) -> ReproductionView:
         """Begin to repeat recorded steps."""
         params = {"step": str(step)}
-        return ReproductionView.model_validate(await self._call("POST", f"/runs/{run_id}/reproduce", params=params))
+        return ReproductionView.model_validate(
+            await self._call("POST", f"{_run_path(run_id)}/reproduce", params=params)
+        )
 
     async def reproduction(self, run_id: str) -> ReproductionView:
-        return ReproductionView.model_validate(await self._call("GET", f"/runs/{run_id}/reproduce"))
+        return ReproductionView.model_validate(await self._call("GET", f"{_run_path(run_id)}/reproduce"))
 
     async def events(
         self,
@@ -222,7 +236,7 @@ class ControlClient:
             headers = {"Last-Event-ID": last_id} if last_id else {}
             try:
                 async with self._http.stream(
-                    "GET", f"/runs/{run_id}/events", params=params, headers=headers, timeout=STREAM_TIMEOUT_S
+                    "GET", f"{_run_path(run_id)}/events", params=params, headers=headers, timeout=STREAM_TIMEOUT_S
                 ) as response:
                     if response.status_code >= 400:
                         await response.aread()

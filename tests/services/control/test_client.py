@@ -1,4 +1,4 @@
-"""The client of an event stream over a transport that breaks it."""
+"""The client: names of runs in its paths, and an event stream over a transport that breaks it."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 import httpx
 import pytest
 
-from offbeat.services.control.client import ControlClient
+from offbeat.services.control.client import ControlClient, ControlRefusedError
 from offbeat.services.errors import RetryableError
 
 SILENT_S = 0.3
@@ -64,3 +64,19 @@ async def test_a_keep_alive_ends_an_outage(monkeypatch: pytest.MonkeyPatch):
 async def test_streams_that_break_at_once_are_an_outage(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(RetryableError, match="load balancer"):
         await anext(watch(monkeypatch, [BreakingStream()]))
+
+
+@pytest.mark.parametrize("name", ["lake#2", "lake?now=true", "../x", "..", "", "a/b", "lake\n"])
+async def test_what_is_no_runs_name_is_sent_as_no_other_path(name: str):
+    sent: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        sent.append(request)
+        return httpx.Response(500)
+
+    async with ControlClient("http://test", transport=httpx.MockTransport(answer)) as client:
+        for call in (client.delete, client.stop, client.show, client.why, lambda name: anext(client.events(name))):
+            with pytest.raises(ControlRefusedError, match="there is no run") as caught:
+                await call(name)
+            assert (caught.value.status, caught.value.error.error.code) == (404, "unknown_run")
+    assert sent == []
