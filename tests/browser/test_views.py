@@ -314,6 +314,12 @@ def test_a_run_that_is_not_there_is_said_with_those_that_are(folder_url: str, pa
     assert page.locator("main a").all_inner_texts() == ["pond", "lake"]
     page.get_by_role("link", name="pond").click()
     page.get_by_text("1 to 10 of 10").wait_for()
+    page.locator("nav a:has-text('Groups')").focus()
+    page.goto(f"{folder_url}/ui/#/groups/river")
+    page.get_by_role("alert").filter(has_text="there is no run 'river'").wait_for()
+    page.locator("nav a:has-text('Groups'):focus").wait_for()
+    page.get_by_role("link", name="pond").click()
+    page.get_by_text("1 to 10 of 10").wait_for()
     assert page.url.endswith("#/groups/pond")
     page.problems.clear()  # Chromium reports the 404 itself
 

@@ -101,8 +101,9 @@ async function render() {
     leave = () => { stop?.(); shown.leave?.(); };
   } catch (error) {
     if (mine === turn) fill(problem(error));
+  } finally {
+    if (mine === turn) restoreFocus();
   }
-  if (mine === turn) restoreFocus();
 }
 
 /**
