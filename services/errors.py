@@ -25,6 +25,10 @@ class WeightsRefusedError(WeightsError):
     """Weights that do not fit an engine, which serves on with those of before."""
 
 
+class RewoundError(MeshError):
+    """Run that continues from a version before the served one."""
+
+
 class StoreUnavailableError(RetryableError):
     """Write refused or not answered by a store that may accept it later."""
 

@@ -120,6 +120,7 @@ class BufferKeys:
             run.record,
             run.history,
             run.incarnation,
+            run.manifests,
         ]
 
     def bell(self, worker_id: str) -> str:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict
 
-from offbeat.services.errors import GenerationError, RetryableError, WeightsError, WeightsRefusedError
+from offbeat.services.errors import GenerationError, RetryableError, RewoundError, WeightsError, WeightsRefusedError
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.engine import PolicyEngine
 from offbeat.services.generation.metrics import Counts
@@ -94,7 +94,7 @@ class GenerationReplica:
         """Load versions as announced, until cancelled.
 
         Raises:
-            GenerationError: an update failed; the replica is broken.
+            GenerationError: an update failed, or the served version did not survive; the replica is to be replaced.
         """
         while True:
             try:
@@ -102,6 +102,9 @@ class GenerationReplica:
                 if manifest is not None:
                     async with self._engine_free:
                         await self._take(manifest)
+            except RewoundError as error:
+                await self._take_out_of_service(str(error))
+                raise GenerationError(self._broken) from error
             except WeightsError as error:
                 # Nothing was touched: the old weights are whole and serve until newer ones can be read.
                 self._counts.refused_weights()

@@ -55,7 +55,11 @@ class WeightSubscriber(Protocol):
         ...
 
     async def wait_newer(self, version: int, timeout_s: float) -> Manifest | None:
-        """Wait for a newer version; None after `timeout_s`. Raises as `newest`."""
+        """Wait for a newer version; None after `timeout_s`. Raises as `newest`.
+
+        Raises:
+            RewoundError: the last fetched version is of a lineage that did not survive.
+        """
         ...
 
     def fetch(self, manifest: Manifest) -> AbstractAsyncContextManager[Path]:

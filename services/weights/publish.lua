@@ -5,7 +5,7 @@
 -- Returns {"fenced", current epoch} | {"reconcile", current incarnation} | {"exists"}
 --         | {"announced", manifest that fell out, ...}
 --
--- `progress` never goes back. A version that is not newer is a replay and is left alone, unless every manifest from that
+-- `progress` goes back in reconcile.lua of the buffer alone. A version that is not newer is a replay and is left alone, unless every manifest from that
 -- version on is among those whose bytes are gone (or none is left).
 local epoch, version = tonumber(ARGV[1]), tonumber(ARGV[2])
 local current = tonumber(redis.call('GET', KEYS[1]) or '0')

@@ -1,9 +1,10 @@
 """Learner side of the broker: copies weights, then stores and announces them in the background.
 
 Invariants: versions are announced in order, one at a time; the next call raises an announcement's error;
-`progress.version` never decreases; the base of a delta or adapter is kept while a kept version names it. An existing
-version is ignored, unless its bytes and all newer ones are gone: then it is announced again. An announcement that meets
-another incarnation is dropped; the learner publishes again after reconciling.
+`progress.version` never decreases, unless acknowledged checkpoints are given up (the buffer's reconcile.lua); the base of
+a delta or adapter is kept while a kept version names it. An existing version is ignored, unless its bytes and all newer
+ones are gone: then it is announced again. An announcement that meets another incarnation is dropped; the learner
+publishes again after reconciling.
 """
 
 import logging

@@ -10,6 +10,7 @@ from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, TimeoutError
 
+from offbeat.services.errors import RewoundError
 from offbeat.services.keys import RunKeys
 from offbeat.services.messages.codec import decode_manifest
 from offbeat.services.messages.types import Manifest
@@ -54,6 +55,8 @@ class RedisWeightSubscriber:
             config, run_id, output_dir, redis=pulls, workers=workers, adapter={} if adapters else None
         )
         self._reader = WeightReader(config.fetch_timeout_s)
+        self._epoch: int | None = None
+        """Of the last fetched version."""
 
     async def newest(self) -> Manifest | None:
         return await self._newest(-1)
@@ -67,6 +70,7 @@ class RedisWeightSubscriber:
             for _, blob in sorted(blobs.items(), key=lambda item: int(item[0]), reverse=True):
                 manifest = decode_manifest(blob)
                 if manifest.version <= served:
+                    await self._raise_if_rewound(manifest, served)
                     return None
                 hangs = self._reader.hangs(manifest.version)
                 if not hangs and await self._reader.call(self._transport.readable, manifest):
@@ -74,6 +78,14 @@ class RedisWeightSubscriber:
             if blobs == seen:
                 return None
             seen = blobs  # a learner that runs ahead may have replaced all of these meanwhile: look again
+
+    async def _raise_if_rewound(self, newest: Manifest, served: int) -> None:
+        if self._epoch is None or newest.epoch <= self._epoch or newest.version == served:
+            return
+        with _retryable():
+            version = await self._redis.hget(self._keys.progress, "version")
+        if version is not None and int(version) < served:
+            raise RewoundError(f"version {served} did not survive: the run continues from version {newest.version}")
 
     async def wait_newer(self, version: int, timeout_s: float) -> Manifest | None:
         deadline = time.monotonic() + timeout_s
@@ -95,6 +107,7 @@ class RedisWeightSubscriber:
             after = entries[0][1][-1][0]
 
     def fetch(self, manifest: Manifest) -> AbstractAsyncContextManager[Path]:
+        self._epoch = manifest.epoch
         num_bytes = manifest.num_bytes + (manifest.anchor.num_bytes if manifest.anchor else 0)
         return self._reader.open(manifest, self._transport.fetch(manifest), num_bytes)
 

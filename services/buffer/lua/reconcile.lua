@@ -18,8 +18,9 @@
 -- Invariants  afterwards no saved group is in the stream, played or queued; each held one is in the stream, without blobs if
 --          they are lost (a successor drops it as `lost`); groups that the checkpoint's steps have refilled are dropped, and of
 --          others those that this learner has refilled stay so; numbers that nobody knows are dropped as `lost`; trained is
---          what the checkpoint says; the identity of the ledger holds, and events tell of every correction. Repeating it
---          changes nothing.
+--          what the checkpoint says; the identity of the ledger holds, and events tell of every correction. If groups past
+--          the checkpoint were acknowledged, weights after its step are of a lineage that did not survive: progress returns to
+--          it, their manifests go, and groups in flight that were sampled by them are dropped. Repeating it changes nothing.
 local epoch, uid, nonce, proof = ARGV[1], ARGV[2], ARGV[3], cmsgpack.unpack(ARGV[4])
 if is_fenced(epoch) then return fenced_reply(epoch) end
 local owner = owner_uid()
@@ -103,8 +104,7 @@ local function save_entries(step, ids)
   end
 end
 
--- Drop a group that a step of the checkpoint has refilled.
-local function drop_refilled(number, reason)
+local function drop_streamed(number, reason)
   local entry = streamed[number]
   if touched[number] or not entry then return end
   redis.call('XACK', STREAM, LEARNER, entry[1])
@@ -132,11 +132,29 @@ local function hold(number, version)
   return redis.call('XADD', STREAM, '*', 'n', number, 'v', version, 't', '', 'lost', 1)
 end
 
+local function rewind()
+  if tonumber(redis.call('HGET', PROGRESS, 'step') or -1) <= proof.step then return end
+  redis.call('HSET', PROGRESS, 'version', proof.step, 'step', proof.step)
+  redis.call('DEL', MANIFESTS)
+  local sampled = {}
+  for number, entry in pairs(streamed) do
+    if not touched[number] and entry[2][6] ~= '' and tonumber(entry[2][4]) > proof.step then sampled[#sampled + 1] = number end
+  end
+  table.sort(sampled)
+  for _, number in ipairs(sampled) do drop_streamed(number, 'rewound') end
+  if not read_limits().temperature then return end -- rows are sampled by no weights
+  for _, number in ipairs(redis.call('ZRANGEBYSCORE', ASSEMBLING, '(' .. proof.step, '+inf')) do
+    local unit = 't:' .. number
+    end_group(unit, tonumber(redis.call('HGET', meta_key(unit), 'members')), 'dropped', 'rewound')
+    corrected = corrected + 1
+  end
+end
+
 restore_limits()
 lift_events()
 for _, row in ipairs(proof.saved) do save(row[1], row[2]) end
 save_entries(proof.step, proof.entries)
-for _, row in ipairs(refilled_until(proof.step)) do drop_refilled(tonumber(row[1]), row[3]) end
+for _, row in ipairs(refilled_until(proof.step)) do drop_streamed(tonumber(row[1]), row[3]) end
 redis.call('DEL', REFILLED)
 local entries = {}
 for _, row in ipairs(proof.held) do
@@ -166,6 +184,7 @@ if missing > 0 then
 elseif missing < 0 then -- the newest checkpoints are gone: their groups were trained in a lineage that did not survive
   redis.call('HINCRBY', LEDGER, 'dropped', -missing)
   redis.call('HINCRBY', LEDGER, 'dropped:rewound', -missing)
+  rewind()
 end
 
 local incarnation, is_new = redis.call('GET', INCARNATION), 0

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from offbeat.services.errors import GenerationError, RetryableError, WeightsRefusedError
+from offbeat.services.errors import GenerationError, RetryableError, RewoundError, WeightsRefusedError
 from offbeat.services.generation import replica as service
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.engine import SessionCounts
@@ -380,3 +380,16 @@ async def test_a_load_that_did_not_begin_is_not_reported(stage: Stage) -> None:
     await wait_until(lambda: stage.broker.lost_reports == 0)
     await stage.replica.report()
     assert stage.broker.loads[-1].loading is None
+
+
+async def test_a_replica_of_discarded_weights_is_replaced(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def wait_newer(version: int, _: float) -> None:
+        raise RewoundError(f"version {version} did not survive")
+
+    await stage.publish(3)
+    monkeypatch.setattr(stage.broker, "wait_newer", wait_newer)
+    await stage.publish(4)
+    with pytest.raises(GenerationError, match="version 4 did not survive"):
+        await stage.following
+    with pytest.raises(RetryableError):
+        await stage.replica.check_health()

@@ -1,0 +1,113 @@
+"""A learner that resumes before acknowledged checkpoints: what newer weights left behind is given up with them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+
+from offbeat.services.buffer.api import Proof
+from offbeat.services.buffer.learner_client import RedisLearnerBuffer
+from offbeat.services.errors import RewoundError
+from offbeat.services.keys import RunKeys
+from offbeat.services.weights.config import WeightsConfig
+from offbeat.services.weights.publisher import RedisWeightPublisher
+from offbeat.services.weights.subscriber import RedisWeightSubscriber
+from offbeat.services.weights.transports.factory import cleanup
+from tests.services.buffer.buffer_play import RUN, Run, limits, next_epoch
+
+KEYS = RunKeys(RUN)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> WeightsConfig:
+    return WeightsConfig(transport="fs", url=str(tmp_path / "weights"))
+
+
+@pytest.fixture
+def played(redis: Redis, async_redis: AsyncRedis, config: WeightsConfig) -> Iterator[Run]:
+    """A run with versions 0 to 4, two groups a step, of which the steps up to 4 are acknowledged."""
+    run = Run.begin(redis, async_redis, limits(temperature=1.0), step=-1)
+    with_weights(run, config, run.learner, range(5))
+    redis.hset(f"{KEYS.key('buffer')}:ledger", mapping={"admitted": 8, "submitted": 8, "trained": 8, "next": 8})
+    yield run
+    cleanup(RUN, config, Path("unused"))
+
+
+def with_weights(run: Run, config: WeightsConfig, learner: RedisLearnerBuffer, versions: range) -> None:
+    publisher = RedisWeightPublisher(run.redis, RUN, config, learner.epoch, Path("unused"), known=learner._known)
+    if versions.start == 0:
+        learner.reconcile(Proof())
+    for version in versions:
+        publisher.publish(version, version, [("w", torch.full((4,), 10.0 * learner.epoch + version))])
+    publisher.close()
+
+
+def versions(redis: Redis) -> list[bytes]:
+    return sorted(redis.hkeys(KEYS.manifests))  # type: ignore[arg-type]
+
+
+def resume(run: Run, step: int) -> RedisLearnerBuffer:
+    learner = RedisLearnerBuffer(run.redis, RUN, next_epoch(run.redis))
+    saved = [(s, [2 * s - 2, 2 * s - 1]) for s in range(1, step + 1)]
+    learner.reconcile(Proof(saved=saved, step=step, num_trained=2 * step, next_number=2 * step))
+    return learner
+
+
+@pytest.mark.parametrize("files_stay", [True, False])
+async def test_a_run_that_goes_back_samples_with_the_checkpoints_weights(
+    played: Run, config: WeightsConfig, *, files_stay: bool
+) -> None:
+    if not files_stay:
+        cleanup(RUN, config, Path("unused"))
+    learner = resume(played, 2)
+    assert learner.newest_version() == 2
+    with_weights(played, config, learner, range(2, 3))
+    assert played.redis.hgetall(KEYS.progress) == {b"version": b"2", b"step": b"2"}
+    assert versions(played.redis) == [b"2"]
+    assert {task.min_version for task in await played.buffer.claim("w", 100)} == {2}
+    again = resume(played, 2)
+    assert again.newest_version() == 2, "nothing to give up is left"
+    assert versions(played.redis) == [b"2"]
+
+
+async def test_groups_that_discarded_weights_sampled_are_dropped(played: Run) -> None:
+    await played.complete_groups(1)
+    (_, *_) = await played.buffer.claim("w", 1)
+    learner = resume(played, 2)
+    counters = learner.counters()
+    assert counters.dropped == {"rewound": 6}, "two steps of two groups, one complete and one played group"
+    assert (counters.admitted, counters.trained, counters.in_flight) == (10, 4, 0)
+    assert learner.take(0) is None
+    assert played.keys_left("unit") == played.keys_left("blobs") == []
+
+
+async def test_a_learner_that_repeats_unacknowledged_steps_keeps_the_newest_version(
+    redis: Redis, async_redis: AsyncRedis, config: WeightsConfig
+) -> None:
+    run = Run.begin(redis, async_redis, limits(temperature=1.0), step=-1)
+    with_weights(run, config, run.learner, range(1))
+    await run.complete_groups(4)
+    with_weights(run, config, run.learner, range(1, 3))
+    learner = resume(run, 0)
+    with_weights(run, config, learner, range(1, 2))
+    assert learner.newest_version() == 2
+    assert versions(redis) == [b"1", b"2"]
+    assert len([learner.take(0) for _ in range(4)]) == 4
+    cleanup(RUN, config, Path("unused"))
+
+
+async def test_an_engine_with_discarded_weights_is_told(
+    played: Run, config: WeightsConfig, async_redis: AsyncRedis
+) -> None:
+    subscriber = RedisWeightSubscriber(async_redis, RUN, config, Path("unused"))
+    manifest = await subscriber.newest()
+    assert manifest is not None
+    async with subscriber.fetch(manifest):
+        assert manifest.version == 4
+    assert await subscriber.wait_newer(4, 0.05) is None
+    with_weights(played, config, resume(played, 2), range(2, 3))
+    with pytest.raises(RewoundError, match="version 4 did not survive: the run continues from version 2"):
+        await subscriber.wait_newer(4, 30.0)
