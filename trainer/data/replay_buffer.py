@@ -23,6 +23,9 @@ REPLAY_FILE = Path("state", "replay.msgpack")
 SEED_STREAM = 0x4E91A7
 """Distinct from other uses of the seed."""
 
+MIN_SCORE = 1e-12
+"""Of a group over the largest one, so that each may be drawn under any `priority_exponent`."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReplayEntry:
@@ -111,7 +114,9 @@ class ReplayBuffer:
     def _probabilities(self, entries: Sequence[ReplayEntry]) -> npt.NDArray[np.float64]:
         if self._config.sampler != "prioritized":
             return np.full(len(entries), 1.0 / len(entries))
-        scores = np.array([entry.priority + 1e-6 for entry in entries]) ** self._config.priority_exponent
+        priorities = np.array([entry.priority + 1e-6 for entry in entries])
+        scores = (priorities / priorities.max()) ** self._config.priority_exponent
+        scores = np.maximum(scores, MIN_SCORE)
         return scores / scores.sum()
 
     def _weights(self, probabilities: npt.NDArray[np.float64], size: int) -> tuple[float, ...]:

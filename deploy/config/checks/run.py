@@ -354,6 +354,11 @@ def _check_paths_and_addresses(config: RunConfig) -> Iterator[ConfigIssue]:
             "control.host",
             f"{config.control.host} is reachable from other machines: set control.token, or take 127.0.0.1",
         )
+    for name in config.system_envs:
+        if not name or "=" in name:
+            yield ConfigIssue(
+                "system_envs", f"{name!r} is no name of an environment variable: it is empty, or has an `=`"
+            )
     if (longest := max((len(os.fsencode(part)) for part in config.output_dir.parts), default=0)) > MAX_NAME_BYTES:
         yield ConfigIssue("output_dir", f"a folder name has at most {MAX_NAME_BYTES} bytes, not {longest}")
     url = config.redis.url

@@ -97,6 +97,16 @@ def test_replay_has_its_own_staleness_bound() -> None:
     assert max(ages) == 3
 
 
+def test_groups_of_equal_rewards_are_drawn_with_a_large_exponent_too() -> None:
+    groups = [make_group(number, rewards=(1.0, float(number == 0)), version=0) for number in range(PER_STEP)]
+    replay = ReplayBuffer(
+        ReplayConfig(samples_per_insert=2.0, sampler="prioritized", priority_exponent=1000.0), PER_STEP, seed=3
+    )
+    replay.update(groups, ReplayedGroups())
+    assert sorted(numbers(replay.select(1, math.inf))) == list(range(PER_STEP))
+    assert all(map(math.isfinite, replay.select(1, math.inf).weights))
+
+
 def test_prioritized_groups_are_drawn_more_often_and_weigh_less() -> None:
     options = {"samples_per_insert": 1.25, "max_times_sampled": 10**6, "max_size": PER_STEP, "sampler": "prioritized"}
     replay = ReplayBuffer(

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.deploy.config.checks.run import check_run
+from offbeat.deploy.config.checks.run import check_run, check_settings
 from offbeat.deploy.config.loader import compose_tree, validate_tree
 from tests.paths import QUICKSTART
 
@@ -155,3 +155,11 @@ def test_traces_need_opentelemetry(monkeypatch: pytest.MonkeyPatch):
     assert "telemetry.otlp_endpoint" not in problems(endpoint)
     monkeypatch.setattr("offbeat.deploy.config.checks.run.find_spec", lambda _: None)
     assert "pip install 'offbeat[otel]'" in problems(endpoint)["telemetry.otlp_endpoint"]
+
+
+@pytest.mark.parametrize("name", ["A=B", ""])
+def test_an_impossible_environment_variable_is_refused(name: str):
+    config = validate_tree({**compose_tree(QUICKSTART), "system_envs": {name: 1}})
+    (issue,) = check_settings(config, cores=2)
+    assert issue.path == "system_envs"
+    assert issue.message.startswith(f"{name!r} is no name of an environment variable")
