@@ -52,6 +52,7 @@ CALLS_PER_S, CALL_BURST = 200.0, 1000
 """Per token; without tokens, for all callers."""
 WRONG_TOKENS_PER_S, WRONG_TOKEN_BURST = 1.0, 30
 MAX_BODY_BYTES = 1_000_000
+SCHEME = b"bearer "
 
 
 Refusal = tuple[int, str, str]
@@ -116,7 +117,9 @@ def _limit(bucket: TokenBucket) -> Refusal | None:
 
 
 def _matches(given: bytes, token: str) -> bool:
-    return hmac.compare_digest(given, f"Bearer {token}".encode())
+    """Compare with a token, whatever the case of the scheme (RFC 9110, 11.1)."""
+    scheme = given[: len(SCHEME)].lower()
+    return hmac.compare_digest(scheme + given[len(SCHEME) :], SCHEME + token.encode())
 
 
 def _oversized(request: Request) -> Refusal | None:

@@ -31,7 +31,9 @@ VIEW_INTERVAL_S = 1.0
 MAX_VIEW_AGE_S = 0.5
 """Of a view built for another watcher."""
 PAGE_SIZE = 500
-POSITION = re.compile(r"(\d{1,20})-(\d{1,20}),(\d{1,20})-(\d{1,20}),(\d{1,20})-(\d{1,20})")
+POSITION = re.compile(r"[0-9]{1,20}-[0-9]{1,20}(?:,[0-9]{1,20}-[0-9]{1,20}){2}")
+GREATEST_ID = f"{2**64 - 1}-{2**64 - 1}"
+"""No entry has it, and Redis refuses it as a start."""
 START = "0-0"
 LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
 """Ends of lines that JSON leaves as they are, and that clients and libraries split data at."""
@@ -58,7 +60,8 @@ class Position:
     @classmethod
     def parse(cls, text: str) -> "Position":
         """Parse `str(position)`. Raises `ValueError`."""
-        if not POSITION.fullmatch(text) or any(int(part) >= 2**64 for part in re.split("[-,]", text)):
+        is_valid = POSITION.fullmatch(text) and GREATEST_ID not in text.split(",")
+        if not is_valid or any(int(part) >= 2**64 for part in re.split("[-,]", text)):
             raise ValueError(f"{text!r} is not an event id: use the id of a received event, or omit it")
         return cls(*text.split(","))
 

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import Request
 from pydantic import ValidationError
 
-from offbeat.services.control.events import Position
+from offbeat.services.control.events import GREATEST_ID, Position
 from offbeat.services.control.http_errors import MAX_PROBLEMS, HttpError
 from offbeat.services.control.schemas import ProblemView, SettingsPatch
 from offbeat.services.control.service import InvalidRunError
@@ -81,6 +81,8 @@ def entry_id(text: str) -> str:
     """Validate a Redis stream id; raises `ValueError`."""
     if any(int(part) > MAX_ID_PART for part in text.split("-")):
         raise ValueError("not a record's id: its parts must be below 2^64")
+    if text == GREATEST_ID:  # which Redis refuses as a start
+        raise ValueError("the greatest possible id, which no record has")
     return text
 
 

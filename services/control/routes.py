@@ -47,7 +47,7 @@ MAX_WATCHERS = 32
 RETRY_MS = 1000
 """Reconnection delay of an EventSource."""
 
-EntryId = Annotated[str, Query(pattern=r"^\d{1,20}(-\d{1,20})?$"), AfterValidator(entry_id)]
+EntryId = Annotated[str, Query(pattern=r"^[0-9]{1,20}(-[0-9]{1,20})?$"), AfterValidator(entry_id)]
 NameGlob = Annotated[str, Query(max_length=200, description="Glob that the run's id fits, such as `lake-*`.")]
 States = Annotated[list[RunState], Query(description="States to list; none lists all.")]
 YAML_OR_JSON: dict[str, Any] = {

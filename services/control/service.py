@@ -4,9 +4,10 @@ A command sets the desired state and wakes the reconciler.
 """
 
 import asyncio
+import math
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, suppress
 from typing import Any, Protocol
 
 from offbeat.services.control.claims import claim_chosen
@@ -304,7 +305,7 @@ def _place(text: str | None) -> tuple[float, str] | None:
     if text is None:
         return None
     at, _, run_id = text.partition("~")
-    try:
-        return float(at), run_id
-    except ValueError:
-        raise InvalidPlaceError(f"{text!r} is not a position in the list: use `next` of the previous page") from None
+    with suppress(ValueError):
+        if math.isfinite(created_at := float(at)):
+            return created_at, run_id
+    raise InvalidPlaceError(f"{text!r} is not a position in the list: use `next` of the previous page")

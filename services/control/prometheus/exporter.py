@@ -56,7 +56,7 @@ class PrometheusExporter:
                 for name, value in values.items():
                     labels = {"server": server, "model": model_id}
                     families.add(FamilySample(TINKER_FAMILIES[name], value, labels))
-        encode, media_type = choose_encoder(accept)
+        encode, media_type = _choose_encoder(accept)
         return encode(families.registry()), media_type
 
     async def _runs(self) -> list[tuple[str, list[FamilySample]]]:
@@ -127,3 +127,11 @@ class _Collected(Collector):
 
     def collect(self) -> Iterator[ExposedMetric]:
         yield from self._metrics
+
+
+def _choose_encoder(accept: str) -> tuple[Callable[[CollectorRegistry], bytes], str]:
+    """Choose by an `Accept` header, or text if it is malformed."""
+    try:
+        return choose_encoder(accept)
+    except (TypeError, ValueError):  # of a version that is no number
+        return choose_encoder("")

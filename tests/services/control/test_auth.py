@@ -25,11 +25,17 @@ async def api(redis_url: str) -> AsyncIterator[ApiHarness]:
 
 async def test_with_a_token_only_who_carries_it_is_answered(redis_url: str):
     async with api_harness(redis_url, token="secret") as api:
-        for headers in ({}, {"Authorization": "Bearer secre"}, {"Authorization": "secret"}):
+        for headers in (
+            {},
+            {"Authorization": "Bearer secre"},
+            {"Authorization": "Bearer SECRET"},
+            {"Authorization": "secret"},
+        ):
             refused = await api.http.get("/runs", headers=headers)
             assert (refused.status_code, code(refused)) == (401, "unauthorized")
         assert (await api.http.get("/healthz")).status_code == 200
         assert (await api.client.runs()).runs == []
+        assert (await api.http.get("/runs", headers={"Authorization": "bearer secret"})).status_code == 200
 
 
 async def test_a_token_that_reads_changes_nothing(redis_url: str):

@@ -282,7 +282,11 @@ def test_ends_of_lines_in_a_text_do_not_end_an_events_data():
 
 
 @pytest.mark.parametrize(
-    "position", ["x", "1-1", "1-1,1-1", "1-1,1-1,1-1,1-1", "-1-1,0-0,0-0", f"{2**64}-0,0-0,0-0", "0-0,0-0,0-0\n", ""]
+    "position",
+    [
+        *("x", "1-1", "1-1,1-1", "1-1,1-1,1-1,1-1", "-1-1,0-0,0-0", f"{2**64}-0,0-0,0-0", "0-0,0-0,0-0\n", ""),
+        f"0-0,{2**64 - 1}-{2**64 - 1},0-0",
+    ],
 )
 async def test_an_invalid_event_id_is_refused(api: ApiHarness, position: str):
     await api.start("a")

@@ -278,3 +278,10 @@ async def test_open_models_of_tinker_servers_are_exported_for_all_keys(api: ApiH
     assert of(scraped, "offbeat_tinker_loss", server="tinker", model="one") == 2.5
     assert of(scraped, "offbeat_tinker_version", server="tinker", model="one") == 3
     assert not [labels for _, labels in scraped if ("model", "ended") in labels]
+
+
+@pytest.mark.parametrize("accept", ["application/openmetrics-text; version=abc", "text/plain; version=abc", "x;y=z"])
+async def test_a_malformed_accept_header_gets_text(api: ApiHarness, accept: str):
+    answer = await api.http.get("/metrics", headers={"Accept": accept})
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain")
