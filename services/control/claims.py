@@ -14,6 +14,7 @@ from offbeat.services.keys import claims_key, join_claim
 
 T = TypeVar("T")
 APP = "app"
+KINDS = ("folder", APP)
 Claims = Mapping[str, Mapping[str, Sequence[str]]]
 """Kind -> resource -> its runs."""
 
@@ -35,6 +36,14 @@ def write_claims(pipe: Pipeline, claims: Claims) -> None:
                 pipe.hset(claims_key(kind), name, join_claim(run_ids))
             else:
                 pipe.hdel(claims_key(kind), name)
+
+
+def without_run(run_id: str, held: Claims) -> Claims:
+    """Return what is left of a run's claims when it is deleted."""
+    return {
+        kind: {name: [run for run in runs if run != run_id] for name, runs in resources.items() if run_id in runs}
+        for kind, resources in held.items()
+    }
 
 
 def find_conflict(kind: str, name: str, holders: Sequence[Holder], *, slots: int, base: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from redis.asyncio import Redis
 
-from offbeat.services.control.claims import Claims, Holder, claims_of, find_conflict, write_claims
+from offbeat.services.control.claims import KINDS, Claims, Holder, claims_of, find_conflict, without_run, write_claims
 from offbeat.services.control.component_store import ComponentStore, write_event
 from offbeat.services.control.run import (
     BusyError,
@@ -115,13 +115,16 @@ class RunStore:
         others: dict[str, list[Holder]] = {}
         held: dict[str, dict[str, list[str]]] = {}
         for kind, name in spec.claims.items():
-            raw: dict[bytes, bytes] = await cast(Any, self.redis.hgetall(claims_key(kind)))
-            held[kind] = {each.decode(): split_claim(claim) for each, claim in raw.items()}
+            held[kind] = await self._claims(kind)
             slots = await cast(Any, self.redis.hget(slots_key(kind), name))
             others[kind] = await self._holders(run for run in held[kind].get(name, ()) if run != spec.run_id)
             if conflict := find_conflict(kind, name, others[kind], slots=int(slots or 1), base=spec.base):
                 raise BusyError(conflict, kind)
         return claims_of(spec, others, held)
+
+    async def _claims(self, kind: str) -> dict[str, list[str]]:
+        raw: dict[bytes, bytes] = await cast(Any, self.redis.hgetall(claims_key(kind)))
+        return {each.decode(): split_claim(claim) for each, claim in raw.items()}
 
     async def _holders(self, run_ids: Iterable[str]) -> list[Holder]:
         """Return those that are active."""
@@ -325,10 +328,12 @@ class RunStore:
         """
         keys = RunKeys(run_id)
         async with self.redis.pipeline() as pipe:
-            await pipe.watch(keys.record)  # a start meanwhile is not deleted
+            await pipe.watch(keys.record, *map(claims_key, KINDS))  # a start meanwhile is not deleted
             await self._refuse_deletion(run_id)
             stale = await self._keys_of(run_id)
+            claims = without_run(run_id, {kind: await self._claims(kind) for kind in KINDS})
             pipe.multi()
+            write_claims(pipe, claims)
             if stale:
                 pipe.delete(*stale)
             pipe.incr(keys.epoch)

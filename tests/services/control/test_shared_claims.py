@@ -117,6 +117,18 @@ async def test_a_shared_claim_that_redis_has_lost_is_restored(store: RunStore):
     assert (await store.load("two")).base == "b"
 
 
+async def test_a_deleted_run_leaves_no_claim_and_others_keep_theirs(store: RunStore):
+    await give_slots(store, 2)
+    for run_id in ("one", "two"):
+        await store.create(sharing(run_id, app="engines", folder=f"/runs/{run_id}"))
+        await store.update(run_id, state=RunState.FINISHED)
+    await store.delete("one")
+    assert await claim_of(store) == ["two"]
+    assert await store.redis.hkeys(claims_key("folder")) == [b"/runs/two"]  # pyright: ignore[reportGeneralTypeIssues]
+    await store.delete("two")
+    assert await store.redis.exists(claims_key("app"), claims_key("folder")) == 0
+
+
 class ChoosingFactory(FakeRunFactory):
     """Gives a run the first application that no run has claimed, or its own; the first two starts choose at once."""
 
