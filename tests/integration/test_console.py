@@ -69,8 +69,9 @@ class Person:
         self._page.get_by_role("button", name=name, exact=True).first.click()
         self._page.get_by_role("dialog").get_by_role("button", name=name, exact=True).click()
         said = self._page.locator("main [role=status], main [role=alert]")
-        said.filter(has_text=answer).or_(self._page.get_by_role("alert")).first.wait_for(timeout=ACT_MS)
-        assert answer in said.first.inner_text()
+        shown = said.filter(has_text=answer).or_(self._page.get_by_role("alert")).first
+        shown.wait_for(timeout=ACT_MS)
+        assert answer in shown.inner_text()
 
     def edit_recipe(self, name: str, edits: Mapping[str, Any]) -> None:
         self._page.get_by_label("From a recipe").select_option(name)
