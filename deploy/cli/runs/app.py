@@ -89,6 +89,9 @@ def list_runs(
         str, typer.Option("--name", metavar="GLOB", help="List only runs whose name matches, e.g. 'lake-*'.")
     ] = "*",
     limit: Annotated[int, typer.Option("--limit", min=1, max=500, help="Maximum number of runs.")] = 50,
+    after: Annotated[
+        str | None, typer.Option("--after", metavar="PLACE", help="Continue a list, as it says.", show_default=False)
+    ] = None,
     url: Url = DEFAULT_URL,
     token: Token = None,
     json: Json = False,
@@ -96,7 +99,7 @@ def list_runs(
     """List runs, newest first. Models that clients train by Tinker's API: `offbeat runs models`."""
     from offbeat.deploy.cli.runs.calls import list_them
 
-    raise typer.Exit(list_them(url, token, state or [], name, limit, as_json=json))
+    raise typer.Exit(list_them(url, token, state or [], name, limit, after, as_json=json))
 
 
 @runs_app.command(epilog=EXIT_CODES)

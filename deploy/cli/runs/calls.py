@@ -108,11 +108,15 @@ def start_run(
     return call(url, token, ask)
 
 
-def list_them(url: str, token: str | None, states: Sequence[str], name: str, limit: int, *, as_json: bool) -> int:
+def list_them(
+    url: str, token: str | None, states: Sequence[str], name: str, limit: int, after: str | None, *, as_json: bool
+) -> int:
     async def ask(client: ControlClient) -> int:
-        answer = await client.runs(states=states, name=name, limit=limit)
+        answer = await client.runs(states=states, name=name, after=after, limit=limit)
         for one in [] if as_json else answer.unreadable:
             print_message(one.reason)
+        if answer.next and not as_json:
+            print_message(f"there are more runs: --after {answer.next} lists them")
         return show_answer(answer, as_json=as_json, otherwise=lambda: runs_table(answer))
 
     return call(url, token, ask)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -134,6 +135,20 @@ async def test_runs_are_listed_and_shown_for_people_and_for_programs(terminal: T
     assert "the disk is full (see logs/learner.out)" in shown
     assert "learning_rate 0.001" in shown
     assert (await terminal.json("show", "sea"))["state"] == "failed"
+
+
+async def test_a_list_says_that_there_are_more_runs_and_is_continued(terminal: Terminal):
+    for run in ("lake", "sea", "pond"):
+        await terminal.api.start(run)
+    page = await terminal.types("list", "--limit", "2")
+    assert [line.split()[0] for line in page.stdout.splitlines()] == ["run", "pond", "sea"]
+    found = re.search(r"there are more runs: --after (\S+) lists them", page.stderr)
+    assert found
+    rest = await terminal.types("list", "--limit", "2", "--after", found[1])
+    assert [line.split()[0] for line in rest.stdout.splitlines()] == ["run", "lake"]
+    assert rest.stderr == ""
+    refused = await terminal.types("list", "--after", "x")
+    assert (refused.exit_code, "not a position in the list" in refused.stderr) == (REFUSED, True)
 
 
 async def test_what_could_not_be_read_never_reaches_the_trainer_and_is_reported(terminal: Terminal):
