@@ -156,12 +156,13 @@ class LeftChildren:
         """Return whether the episode left processes that prevent reuse.
 
         What one episode leaves may be a helper that the agent keeps, such as a browser's driver; an episode that adds to
-        it, or fails, may have forgotten its own.
+        it may have forgotten its own, and one that fails may have failed because of it.
         """
-        new = children() - self._before
+        running = children()
+        new = running - self._before
         has_helper = bool(self._left & self._before)
         self._left |= new
-        return bool(new) and (has_failed or has_helper)
+        return bool(running) if has_failed else bool(new) and has_helper
 
 
 def children() -> set[int]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,14 @@ def keeps_helper(task):
     global helper
     helper = helper or start()
     return {"metrics": {"pid": os.getpid(), "helper": helper.pid}}
+
+SERVER = "import socket, time; s = socket.create_server(('127.0.0.1', %d)); print(1, flush=True); time.sleep(1000)"
+
+def serves(task):
+    server = subprocess.Popen([sys.executable, "-c", SERVER % task.seed], stdout=subprocess.PIPE)
+    if not server.stdout.readline():
+        raise OSError(f"exit status {server.wait()}: the port is in use")
+    return {"metrics": {"child": server.pid}}
 
 def leaves(task):
     return {"metrics": {"pid": os.getpid(), "child": start().pid}}
@@ -183,8 +192,16 @@ async def test_an_agent_that_leaves_processes_again_and_again_is_replaced(agents
 async def test_a_helper_that_an_agent_keeps_stays_with_its_process(agents: Agents):
     outcomes = [(await agents.run("keeps_helper")).metrics for _ in range(3)]
     assert outcomes[0] == outcomes[1] == outcomes[2]
-    assert (await agents.fail("raises")).reason == "agent_error"
-    assert (await agents.run("keeps_helper")).metrics == outcomes[0]
+
+
+async def test_a_failure_ends_what_earlier_episodes_left(agents: Agents):
+    """The next episodes of the process would fail in the same way."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    left = (await agents.run("serves", port)).metrics["child"]
+    assert "the port is in use" in str(await agents.fail("serves", port))
+    await wait_until(lambda: not is_alive(int(left)))
+    assert (await agents.run("serves", port)).metrics["child"] != left
 
 
 @pytest.mark.parametrize(
@@ -285,7 +302,8 @@ def test_an_interpreter_is_checked_before_the_start(other_python: str):
     assert "has no module 'nothing'" in problems(path="nothing:at_all")["python"]
     assert "can't find module 'nothing.here'" in problems(path="nothing.here:at_all")["python"]
     assert problems(python="", episodes_per_process=2).keys() == {"episodes_per_process"}
-    for only_of_path in ({"python": other_python}, {"cancel_grace_s": 5.0}):
+    changes_of_path: list[dict[str, Any]] = [{"python": other_python}, {"cancel_grace_s": 5.0}]
+    for only_of_path in changes_of_path:
         with pytest.raises(ValidationError, match="a command is a process per episode"):
             AgentRunner(command=("x",), **only_of_path)
 
