@@ -84,9 +84,17 @@ class ComponentStore:
             pipe.exists(keys.lease)
             return ComponentReports.decode(*await pipe.execute())
 
-    async def metrics_since(self, run_id: str, at: float) -> list[bytes]:
-        """Return encoded metric records since a Unix time, oldest first."""
-        entries = await self.redis.xrange(RunKeys(run_id).metrics, min=int(at * 1000))
+    async def newest_metrics(self, run_id: str, window_s: float) -> list[bytes]:
+        """Return encoded metric records of the last seconds of Redis' clock, by which they are numbered, oldest first."""
+        key = RunKeys(run_id).metrics
+        async with self.redis.pipeline(transaction=False) as pipe:
+            pipe.time()
+            pipe.xrevrange(key, count=1)
+            (now_s, now_us), newest = await pipe.execute()
+        now_ms = now_s * 1000 + now_us // 1000
+        if newest:  # ids never go back, unlike the clock
+            now_ms = max(now_ms, int(newest[0][0].partition(b"-")[0]))
+        entries = await self.redis.xrange(key, min=max(now_ms - int(window_s * 1000), 0))
         return [fields[b"r"] for _, fields in entries]
 
 

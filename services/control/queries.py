@@ -77,7 +77,7 @@ class Overview:
             self._buffer.snapshot(run_id),
             components.learner(run_id),
             store.changes(run_id),
-            components.metrics_since(run_id, store.clock() - RATE_WINDOW_S),
+            components.newest_metrics(run_id, RATE_WINDOW_S),
         )
         settings = settings_now(record.settings, changes)
         return RunView(
