@@ -1,9 +1,12 @@
 """Writes that survive a power loss once a call has returned."""
 
+import errno
 import json
 import os
 from contextlib import suppress
 from pathlib import Path
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
 def make_folder(folder: Path) -> None:

@@ -120,7 +120,9 @@ def decode_record(blob: bytes) -> MetricRecord:
 
 
 class MetricsSink(Protocol):
-    def append(self, record: MetricRecord) -> None: ...
+    def append(self, record: MetricRecord, once: str = "") -> None:
+        """Append a record. once: a name, under which the run has one record, whichever process appends it."""
+        ...
 
 
 _ENTRY = ("MAXLEN", "~", MAX_METRIC_RECORDS, "*", "r")
@@ -133,8 +135,11 @@ class RedisMetrics:
         self._key = RunKeys(run_id).metrics
         self._write = RunWrites(redis, run_id, uid)
 
-    def append(self, record: MetricRecord) -> None:
-        self._write.once("XADD", self._key, *_ENTRY, encode_record(record))
+    def append(self, record: MetricRecord, once: str = "") -> None:
+        if once:
+            self._write.once_by_name(once, "XADD", self._key, *_ENTRY, encode_record(record))
+        else:
+            self._write.once("XADD", self._key, *_ENTRY, encode_record(record))
 
     def read(
         self, after: str = "0", *, block_ms: int | None = None, count: int = 1000

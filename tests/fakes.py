@@ -326,7 +326,8 @@ class ListSink:
 
     records: list[MetricRecord] = field(default_factory=list[MetricRecord])
 
-    def append(self, record: MetricRecord) -> None:
+    def append(self, record: MetricRecord, once: str = "") -> None:
+        del once
         self.records.append(record)
 
     def of(self, source: str) -> list[MetricRecord]:

@@ -71,7 +71,8 @@ class Records:
         self.steps: list[MetricRecord] = []
         self.evaluations: list[MetricRecord] = []
 
-    def append(self, record: MetricRecord) -> None:
+    def append(self, record: MetricRecord, once: str = "") -> None:
+        del once
         if record.source == "eval":
             self.evaluations.append(record)
         if record.source == "learner" and record.step is not None:

@@ -1,7 +1,7 @@
 """Single writes of a run's parts.
 
 Invariants: a late write of a run since deleted or created anew has no effect, and is logged once; a write by `once`
-has its effect once, even if connection or caller repeat it after a lost reply.
+or `once_by_name` has its effect once, even if connection or caller repeat it after a lost reply.
 """
 
 import asyncio
@@ -81,6 +81,15 @@ class RunWrites(_Refusals):
             accepted = self._script(keys=self._keys_of(key), args=self._numbered(command, arguments))
             self._unanswered = None
         return self._note(accepted)
+
+    def once_by_name(self, name: str, command: str, key: str, *arguments: Any) -> bool:
+        """Write unless a write of this name, by any process, was accepted before."""
+        args = [self._uid, "" if self.epoch is None else self.epoch, name, 1, command, *arguments]
+        return self._note(self._script(keys=self._keys_of(key), args=args))
+
+    def forget_name(self, name: str) -> None:
+        """Accept a write of this name again."""
+        self("HDEL", self._keys.writers, name)
 
 
 class AsyncRunWrites(_Refusals):

@@ -5,6 +5,7 @@ Invariant: each is recorded once, even if the learner is replaced.
 
 import json
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Literal, Protocol, cast
 from redis import Redis
 
 from offbeat.services.buffer.api import LearnerBuffer
+from offbeat.services.durable_files import FULL_DISK
 from offbeat.services.keys import RunKeys
 from offbeat.services.messages.codec import encode_trajectories
 from offbeat.services.messages.types import Trajectory
@@ -32,6 +34,8 @@ MAX_SAVED_EPISODES = 32
 TOKENS = ".trajectories"
 """Suffix of `encode_trajectories` files."""
 POLL_S = 0.5
+RETRY_INTERVAL_S = 30.0
+"""Of a full disk."""
 RECORDED = "recorded"
 
 
@@ -77,6 +81,11 @@ class RedisEvaluationLog:
 
     def remove(self, eval_id: str) -> None:
         self._write("HDEL", self._key, eval_id)
+        self._write.forget_name(_record_name(eval_id))
+
+
+def _record_name(eval_id: str) -> str:
+    return f"evaluation:{eval_id}"
 
 
 class Evaluations:
@@ -104,15 +113,18 @@ class Evaluations:
         self._sink = sink
         self._log = log
         self._folder = folder
+        self._retry_at = 0.0
+        """Monotonic time before which a full disk is not tried again."""
         known = log.load()
         self._recorded = {eval_id for eval_id, state in known.items() if state == RECORDED}
         unrecorded = {eval_id: int(state) for eval_id, state in known.items() if state != RECORDED}
         self._pending = {eval_id: Evaluation.parse(eval_id, count) for eval_id, count in unrecorded.items()}
 
     def restart(self) -> None:
-        """Queue pending evaluations that the buffer has lost; log all."""
+        """Queue pending evaluations that the buffer has lost; log all; free recorded ones, as after a kill."""
         for eval_id in self._recorded:
             self._log.put(eval_id, RECORDED)
+            self._buffer.forget_eval(eval_id)
         for evaluation in list(self._pending.values()):
             self.start(evaluation)
 
@@ -136,7 +148,8 @@ class Evaluations:
         values = {name: value for name, value in losses.items() if not name.startswith("actor/")}
         values["rows"] = Partial("sum", float(evaluation.num_episodes))
         labels = {"when": evaluation.when, "sampling": evaluation.sampling}
-        self._sink.append(MetricRecord("eval", values, step=evaluation.step, labels=labels))
+        record = MetricRecord("eval", values, step=evaluation.step, labels=labels)
+        self._sink.append(record, once=_record_name(evaluation.eval_id))
         loss = values["loss"].value
         logger.info("evaluation %s of %d rows: loss %.4f", evaluation.eval_id, evaluation.num_episodes, loss)
         self._score(evaluation.step, -loss)
@@ -149,27 +162,42 @@ class Evaluations:
                 continue
             self._log.remove(eval_id)
             self._recorded.discard(eval_id)
-            if self._pending.pop(eval_id, None):
-                self._buffer.forget_eval(eval_id)
+            self._pending.pop(eval_id, None)
+            self._buffer.forget_eval(eval_id)
 
     def collect(self) -> None:
+        """Record what is complete; a full disk is tried again after `RETRY_INTERVAL_S`."""
+        if time.monotonic() < self._retry_at:
+            return
         for evaluation in list(self._pending.values()):
             trajectories = self._buffer.eval_result(evaluation.eval_id)
-            if trajectories is not None:
-                self._record(evaluation, trajectories)
+            if trajectories is not None and not self._record(evaluation, trajectories):
+                return
 
     def wait(self, should_stop: Callable[[], bool]) -> bool:
         """Record all pending evaluations; return False if stopped."""
         while self._pending:
             if should_stop():
                 return False
+            if time.monotonic() < self._retry_at:
+                time.sleep(POLL_S)
+                continue
             evaluation = next(iter(self._pending.values()))
             trajectories = self._buffer.wait_eval(evaluation.eval_id, POLL_S)
             if trajectories is not None:
                 self._record(evaluation, trajectories)
         return True
 
-    def _record(self, evaluation: Evaluation, trajectories: list[Trajectory]) -> None:
+    def _record(self, evaluation: Evaluation, trajectories: list[Trajectory]) -> bool:
+        """Return False if the disk is full. All but the record may be repeated, by a successor too, so it comes late."""
+        try:
+            self._save(evaluation, trajectories[:MAX_SAVED_EPISODES])
+        except OSError as error:
+            if error.errno not in FULL_DISK:
+                raise
+            logger.warning("evaluation %s waits for room in %s: %s", evaluation.eval_id, self._folder, error)
+            self._retry_at = time.monotonic() + RETRY_INTERVAL_S
+            return False
         labels = {"when": evaluation.when, "sampling": evaluation.sampling}
         size = self._group_size_of(evaluation)
         answered = drop_unanswered(trajectories, size) if self._drops_long else trajectories
@@ -177,16 +205,17 @@ class Evaluations:
         values = evaluation_values(answered, evaluation.num_episodes - num_long, step=evaluation.step, group_size=size)
         if num_long:
             values["prompts_too_long"] = Partial("sum", float(num_long))
-        self._save(evaluation, trajectories[:MAX_SAVED_EPISODES])
-        self._sink.append(MetricRecord("eval", values, step=evaluation.step, labels=labels))
         if evaluation.sampling == "sampled" and "reward" in values:
             self._score(evaluation.step, values.get("success", values["reward"]).value)
+        record = MetricRecord("eval", values, step=evaluation.step, labels=labels)
+        self._sink.append(record, once=_record_name(evaluation.eval_id))
         shown = ", ".join(f"{name} {part.value:.3f}" for name, part in values.items() if not name.startswith("env/"))
         logger.info("evaluation %s of %d episodes: %s", evaluation.eval_id, len(trajectories), shown)
         self._log.put(evaluation.eval_id, RECORDED)
         self._recorded.add(evaluation.eval_id)
         self._buffer.forget_eval(evaluation.eval_id)
         del self._pending[evaluation.eval_id]
+        return True
 
     def _group_size_of(self, evaluation: Evaluation) -> int:
         """Return 1 for greedy evaluations, whose siblings are equal."""

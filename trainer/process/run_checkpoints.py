@@ -1,6 +1,5 @@
 """A run's checkpoints, local and in its store, at the start of a learner."""
 
-import errno
 import logging
 import time
 from collections.abc import Callable
@@ -8,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from offbeat.services.durable_files import FULL_DISK
 from offbeat.services.errors import ControlError
 from offbeat.trainer.learner.checkpointing import RETRY_INTERVAL_S
 from offbeat.trainer.learner.reporter import LearnerReporter
@@ -40,7 +40,7 @@ class RunCheckpoints:
             try:
                 return CheckpointStore(self._run.checkpoints, self._run.config.max_ckpt_to_keep, epoch)
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or self._should_stop():
+                if error.errno not in FULL_DISK or self._should_stop():
                     raise
                 self._reporter.set_problem(f"{self._run.checkpoints} can't be written ({error})")
                 self._reporter.set_activity("no_room", step=0)

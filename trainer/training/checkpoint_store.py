@@ -9,6 +9,7 @@ import logging
 import math
 import re
 import shutil
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from offbeat.services.durable_files import sync_tree, write_json
+from offbeat.services.durable_files import FULL_DISK, sync_tree, write_json
 from offbeat.services.errors import FencedError
 from offbeat.trainer.training.checkpoint import (
     BEST,
@@ -73,6 +74,9 @@ class CheckpointStore:
         self._listed = self._adopt()
         self._last_serial = max((each.serial for each in self._listed), default=0)
         self._elsewhere: frozenset[str] = frozenset()
+        self._scores: dict[str, float] = {}
+        """Scores of checkpoints that are not durable yet, or that a full disk refused."""
+        self._scoring = threading.Lock()
         self.pinned: Callable[[], Collection[str]] = tuple
         """Names of copies in progress."""
         self._remove_unfinished()
@@ -127,6 +131,7 @@ class CheckpointStore:
             self._unfinished = None
             others = [each for each in self._listed if each.name != new.name]
             self._listed = [*others, new]
+            self._apply_scores()
             retained = self._retained(others, new)
             self._write_manifest(retained)
         removed, self._listed = [each for each in others if each not in retained], retained
@@ -164,14 +169,31 @@ class CheckpointStore:
         self._files.write_json(MANIFEST, tree)
 
     def score(self, step: int, value: float) -> None:
-        """Record a step's score and update `best`; raises `FencedError`."""
-        path = self._folder / f"{PREFIX}{step:06d}"
+        """Record a step's score and update `best`, once its checkpoint is durable; raises `FencedError`."""
+        with self._scoring:
+            self._scores[f"{PREFIX}{step:06d}"] = value
+        self._apply_scores()
+
+    def _apply_scores(self) -> None:
+        with self._scoring:
+            for name in [name for name in self._scores if self._has(name)]:
+                try:
+                    self._set_score(name, self._scores[name])
+                except OSError as error:
+                    if error.errno not in FULL_DISK:
+                        raise
+                    logger.warning("the score of %s is written with the next checkpoint: %s", name, error)
+                    return
+                del self._scores[name]
+
+    def _set_score(self, name: str, value: float) -> None:
+        path = self._folder / name
         best = self._best()
         # After a resume, the same step may have different weights and another score
         is_best = best is None or best[0] == path.name or best[1] <= value
-        if not self._has(path.name) or not math.isfinite(value) or not is_best:
+        if not math.isfinite(value) or not is_best:
             return
-        self._files.write_json(SCORE, {"step": step, "score": value})
+        self._files.write_json(SCORE, {"step": int(name.removeprefix(PREFIX)), "score": value})
         if path.is_dir():
             self._files.link(BEST, path.name)
 

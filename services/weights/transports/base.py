@@ -4,7 +4,6 @@ Invariants: a version is one safetensors file, stored completely or not at all. 
 random token) is never reused.
 """
 
-import errno
 import hashlib
 import os
 import re
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 from blake3 import blake3
 from safetensors import SafetensorError
 
+from offbeat.services.durable_files import FULL_DISK
 from offbeat.services.errors import StoreUnavailableError, WeightsError
 from offbeat.services.messages.types import BaseVersion, Manifest
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 WHOLE, DIFFERENCE, ADAPTER = ".safetensors", ".difference", ".adapter"
 READ_BYTES = 4 << 20
 """Enough for BLAKE3 to use several threads."""
-FULL = (errno.ENOSPC, errno.EDQUOT)
 Write = Callable[[Path], tuple[str, int]]
 """Writes a file atomically; returns digest and size."""
 AdapterSettings = Mapping[str, object]
@@ -233,6 +232,6 @@ def _write_atomically(path: Path, write: Callable[[Path], object], num_bytes: in
 def is_full(error: Exception) -> bool:
     """Return whether a disk, or a quota, was full."""
     if isinstance(error, OSError):
-        return error.errno in FULL
+        return error.errno in FULL_DISK
     match = re.search(r"\(os error (\d+)\)", str(error))  # safetensors'
-    return match is not None and int(match[1]) in FULL
+    return match is not None and int(match[1]) in FULL_DISK

@@ -1,19 +1,29 @@
 """Evaluations: what is recorded, and what is written down."""
 
+import errno
 import json
 import math
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec import structs
+from redis import Redis
 
 from offbeat.services.messages.codec import decode_trajectories
 from offbeat.services.metric_registry import find_metric
-from offbeat.services.telemetry import Partial
+from offbeat.services.telemetry import Partial, RedisMetrics
 from offbeat.trainer.learner.evaluation_metrics import evaluation_values
-from offbeat.trainer.learner.evaluations import MAX_SAVED_EPISODES, Evaluation, Evaluations, Sampling
+from offbeat.trainer.learner.evaluations import (
+    MAX_SAVED_EPISODES,
+    Evaluation,
+    Evaluations,
+    RedisEvaluationLog,
+    Sampling,
+)
+from offbeat.trainer.training.fenced_folder import FencedFolder
 from tests.fakes import (
     DictLog,
     FakeLearnerBuffer,
@@ -170,6 +180,73 @@ def test_an_evaluation_that_was_recorded_is_not_played_again(tmp_path: Path) -> 
     evaluations.restart()
     evaluations.start(Evaluation("before", "sampled", 0, 8))
     assert buffer.started == [("during-greedy-7", 16, "greedy", 7)]
+
+
+def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    buffer, sink, log = FakeLearnerBuffer(), ListSink(), DictLog()
+    evaluations = Evaluations(buffer, sink, log, tmp_path)
+    evaluation = Evaluation("during", "sampled", 3, 2)
+    evaluations.start(evaluation)
+    buffer.evaluations[evaluation.eval_id] = [make_trajectory(i) for i in range(2)]
+    with monkeypatch.context() as full:
+        full.setattr(FencedFolder, "write", refuse)
+        evaluations.collect()
+        evaluations.collect()
+    assert not sink.records
+    assert log.states == {"during-sampled-3": "2"}
+    monkeypatch.setattr(evaluations, "_retry_at", 0.0)
+    evaluations.collect()
+    assert len(sink.records) == 1
+    assert log.states == {"during-sampled-3": "recorded"}
+
+
+class KilledError(BaseException):
+    """Stands for the death of the process."""
+
+
+@pytest.mark.parametrize("method", ["append", "put", "forget_eval"])
+def test_a_learner_killed_while_it_records_leaves_one_record_and_no_episodes(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """It dies after the record, after the log, or before the episodes are forgotten; metrics and log are Redis'."""
+    buffer, redis = FakeLearnerBuffer(), Redis.from_url(redis_url)
+
+    def make(epoch: int) -> Evaluations:
+        sink, log = RedisMetrics(redis, "run"), RedisEvaluationLog(redis, "run")
+        return Evaluations(buffer, sink, log, tmp_path, epoch=epoch)
+
+    def count() -> int:
+        return len(list(RedisMetrics(redis, "run").read()))
+
+    killed, evaluation = make(1), Evaluation("during", "sampled", 3, 2)
+    killed.start(evaluation)
+    buffer.evaluations[evaluation.eval_id] = [make_trajectory(i) for i in range(2)]
+    owner = {"append": RedisMetrics, "put": RedisEvaluationLog, "forget_eval": FakeLearnerBuffer}[method]
+    call = getattr(owner, method)
+
+    def die(*args: Any, **options: Any) -> None:
+        if method != "forget_eval":
+            call(*args, **options)
+        raise KilledError
+
+    with monkeypatch.context() as death:
+        death.setattr(owner, method, die)
+        with pytest.raises(KilledError):
+            killed.collect()
+    assert count() == 1
+    successor = make(2)
+    successor.restart()
+    successor.collect()
+    assert count() == 1
+    assert not buffer.evaluations
+    successor.discard_after(2)
+    successor.start(evaluation)
+    buffer.evaluations[evaluation.eval_id] = [make_trajectory(i) for i in range(2)]
+    successor.collect()
+    assert count() == 2, "of another lineage"
 
 
 def test_prompts_that_are_too_long_are_counted_and_in_no_mean(tmp_path: Path) -> None:

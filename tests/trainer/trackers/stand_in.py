@@ -12,7 +12,7 @@ from offbeat.trainer.trackers.worker import StartMessage
 class NoSink:
     """Drops every record."""
 
-    def append(self, record: MetricRecord) -> None: ...
+    def append(self, record: MetricRecord, once: str = "") -> None: ...
 
 
 if __name__ == "__main__":

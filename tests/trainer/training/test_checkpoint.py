@@ -1,5 +1,6 @@
 """Checkpoints: whole or not there, found again, collected."""
 
+import errno
 import json
 import logging
 import re
@@ -11,6 +12,7 @@ import pytest
 from offbeat.services.durable_files import sync_tree
 from offbeat.trainer.training.checkpoint import CheckpointError, LearnerState, read_checkpoint
 from offbeat.trainer.training.checkpoint_store import CheckpointStore, UnsavedError
+from offbeat.trainer.training.fenced_folder import FencedFolder
 
 
 def write(folder: Path) -> None:
@@ -173,6 +175,31 @@ def test_the_best_is_kept_beside_the_newest_and_best_links_to_it(store: Checkpoi
     newest = again.newest_complete()
     assert newest is not None
     assert newest.state.step == 120
+
+
+def test_a_score_that_comes_before_its_checkpoint_counts(store: CheckpointStore, tmp_path: Path) -> None:
+    """Data pipelines evaluate a step before they write its checkpoint; this one overfits."""
+    for step, loss in ((2, 0.2), (4, 0.4), (6, 0.6), (8, 0.7)):
+        store.score(step, -loss)
+        store.save(LearnerState(step, "now"), write).result()
+    assert store.best == "step-000002"
+    assert (tmp_path / "checkpoints" / "best").readlink() == Path("step-000002")
+    assert [path.name for path in store.paths] == ["step-000002", "step-000006", "step-000008"]
+
+
+def test_a_score_that_a_full_disk_refuses_is_written_with_the_next_checkpoint(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    store.save(LearnerState(2, "now"), write).result()
+    with monkeypatch.context() as full:
+        full.setattr(FencedFolder, "write_json", refuse)
+        store.score(2, 0.5)
+    assert store.best is None
+    store.save(LearnerState(4, "now"), write).result()
+    assert store.best == "step-000002"
 
 
 def test_the_score_of_a_step_is_that_of_the_weights_that_it_has_now(store: CheckpointStore, tmp_path: Path) -> None:
