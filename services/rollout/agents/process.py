@@ -1,7 +1,7 @@
 """Process of Python agents (`runner.py`), in any Python; reused between episodes.
 
 Invariants: a process that crashed, hung or broke the protocol is killed with its descendants and fails its episodes;
-agents' output reaches only the log.
+`ask` ends after its agent, also if cancelled again; agents' output reaches only the log.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -89,10 +89,10 @@ class AgentProcess:
                 await self._send(child, request)
                 answer = await self._answers[number]
         except TimeoutError:
-            await self._cancel(number)
+            await complete(self._cancel(number))
             raise EpisodeError("agent_timeout", f"no answer in {timeout_s:g} s") from None
         except asyncio.CancelledError:
-            await asyncio.shield(self._cancel(number))
+            await complete(self._cancel(number))
             raise
         except OSError as error:
             await self.kill()
@@ -184,14 +184,36 @@ class AgentProcess:
 
     async def _cancel(self, number: int) -> None:
         """Cancel a coroutine; kill a process of a plain function, without others, or stuck."""
+        has_ended = False
+        try:
+            has_ended = await self._cancel_coroutine(number)
+        finally:
+            if not has_ended or self._capacity == 1:
+                await self.kill()
+
+    async def _cancel_coroutine(self, number: int) -> bool:
+        """Return whether it ended in time."""
         child, answer = self._child, self._answers.get(number)
         can_cancel = self.can_cancel or self._capacity > 1
-        if can_cancel and child is not None and answer is not None and self.healthy:
-            self._answers[number] = ended = asyncio.get_running_loop().create_future()
-            with suppress(TimeoutError, OSError, EpisodeError):
-                async with asyncio.timeout(self._cancel_grace_s):
-                    await self._send(child, {"cancel": number})
-                    await ended
-                    if self._capacity > 1:
-                        return
-        await self.kill()
+        if not can_cancel or child is None or answer is None or not self.healthy:
+            return False
+        self._answers[number] = ended = asyncio.get_running_loop().create_future()
+        with suppress(TimeoutError, OSError, EpisodeError):
+            async with asyncio.timeout(self._cancel_grace_s):
+                await self._send(child, {"cancel": number})
+                await ended
+                return True
+        return False
+
+
+async def complete(work: Coroutine[Any, Any, None]) -> None:
+    """Await all of `work`, then raise a cancellation that came meanwhile."""
+    task, cancellation = asyncio.create_task(work), None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancellation = error
+    if cancellation is not None:
+        raise cancellation
+    task.result()

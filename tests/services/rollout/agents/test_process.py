@@ -106,6 +106,16 @@ async def starts(task):
     finally:
         time.sleep(1000)
 
+async def never_ends(task):
+    open(os.environ["OFFBEAT_TEST_MARKER"], "w").close()
+    try:
+        await asyncio.sleep(1000)
+    finally:
+        with open(os.environ["OFFBEAT_TEST_MARKER"], "w") as marker:
+            marker.write("cancelled")
+        while True:
+            await asyncio.sleep(0.01)
+
 async def waits(task):
     global inside, most
     inside += 1
@@ -272,6 +282,26 @@ async def test_a_coroutine_that_does_not_clean_up_in_time_is_killed(
     error = await agents.fail("starts", timeout_s=2.0, cancel_grace_s=0.2)
     assert error.reason == "agent_timeout"
     assert not is_alive(int(marker.read_text()))
+
+
+@pytest.mark.parametrize("first", ["timeout", "cancelled"])
+async def test_an_agent_has_ended_although_its_episode_is_cancelled_again(
+    agents: Agents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+):
+    """Its process would be free for the next episode, or stay."""
+    marker, before = tmp_path / "marker", children()
+    monkeypatch.setenv("OFFBEAT_TEST_MARKER", str(marker))
+    timeout_s = 2.0 if first == "timeout" else 300.0
+    running = asyncio.create_task(agents.run("never_ends", timeout_s=timeout_s))
+    await wait_until(marker.exists)
+    if first == "cancelled":
+        running.cancel()
+    await wait_until(lambda: marker.read_text() == "cancelled")
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert children() <= before
+    assert agents.pool._processes["Tag"] == []
 
 
 async def test_a_plain_function_can_not_share_a_process(agents: Agents):
