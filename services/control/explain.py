@@ -79,7 +79,8 @@ def _unattended(snapshot: RunSnapshot) -> list[Cause]:
         or silent_s < UNATTENDED_AFTER_S
     ):
         return []
-    text = f"and the run has not been reconciled for {silent_s:.0f} s: the control service hangs or is being replaced"
+    reasons = "the control service hangs, is being replaced, or can't read the run's configuration, as its log says"
+    text = f"and the run has not been reconciled for {silent_s:.0f} s: {reasons}"
     return [Cause("control", "silent", text, None, silent_s)]
 
 

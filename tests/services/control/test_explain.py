@@ -308,7 +308,8 @@ def test_troubles_follow_the_chain():
     links = chain(snapshot(learner=learner, record=record))
     assert sentence(links) == (
         f"The learner trains step 13; but {trouble}; it is retried every few seconds; and the run has not been "
-        "reconciled for 40 s: the control service hangs or is being replaced."
+        "reconciled for 40 s: the control service hangs, is being replaced, or can't read the run's configuration, as its "
+        "log says."
     )
     over = replace(record, state=RunState.FINISHED)
     assert links_of(chain(snapshot(record=over))) == [("run", "finished", None)]
