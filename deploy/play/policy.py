@@ -14,19 +14,22 @@ from offbeat.services.messages.types import (
     VersionSpan,
 )
 from offbeat.trainer.config.issue import ConfigIssue
+from offbeat.trainer.training.checkpoint import describe, is_checkpoint, writing_order
 
 CHECKPOINTS = "checkpoints"
 
 
 def policy_folder(path: Path) -> Path:
-    """Return the model folder of a Hugging Face folder, checkpoint, or run; raises `ConfigError`."""
+    """Return the model folder of a Hugging Face folder, checkpoint, or run (the last written); raises `ConfigError`."""
     if (path / "config.json").is_file():
         if not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
             raise ConfigError([ConfigIssue("", f"{path} holds a model's configuration but no weights")])
         return path
-    steps = sorted((path / CHECKPOINTS).glob("step-*/config.json"))
-    if steps:
-        return steps[-1].parent
+    checkpoints = [
+        each.parent for each in (path / CHECKPOINTS).glob("step-*/config.json") if is_checkpoint(each.parent)
+    ]
+    if checkpoints:
+        return max(checkpoints, key=lambda each: writing_order(describe(each)))
     raise ConfigError([ConfigIssue("", f"{path} is neither a model folder (config.json) nor a run with checkpoints")])
 
 

@@ -113,9 +113,12 @@ class BatchLog(RecordedSteps):
         name = f"{prefix}{version:06d}{SUFFIX}"
         self._files.write(name, content)
         # Later ones are of steps that are being trained again
-        earlier = [path.name for path in sorted(self._folder.glob(f"{prefix}*{SUFFIX}")) if path.name < name]
+        numbers = (
+            path.name.removeprefix(prefix).removesuffix(SUFFIX) for path in self._folder.glob(f"{prefix}*{SUFFIX}")
+        )
+        earlier = sorted(int(number) for number in numbers if number.isdigit() and int(number) < version)
         for old in earlier[: max(0, len(earlier) - (max_kept - 1))]:
-            self._files.remove(old)
+            self._files.remove(f"{prefix}{old:06d}{SUFFIX}")
 
 
 def _is_written(write: Future[None]) -> bool:

@@ -62,6 +62,14 @@ def test_the_newest_batches_and_all_skipped_ones_are_kept(tmp_path: Path) -> Non
     assert [path.name for path in (tmp_path / "batches").glob("skipped*")] == ["skipped-000002.msgpack"]
 
 
+def test_the_newest_batches_are_kept_beyond_a_million_steps(tmp_path: Path) -> None:
+    log = BatchLog(tmp_path, max_kept=2)
+    for step in range(999_997, 1_000_001):
+        log.record(batch_of(step, 1), 1e-3)
+    log.flush()
+    assert log.steps() == [1_000_000, 1_000_001]
+
+
 def test_a_learner_that_was_replaced_neither_writes_nor_removes_batches(tmp_path: Path) -> None:
     stopped, successor = BatchLog(tmp_path, max_kept=2, epoch=1), BatchLog(tmp_path, max_kept=2, epoch=2)
     for step in range(6):
