@@ -26,4 +26,5 @@ def test_a_runs_policy_is_its_last_written_checkpoint(tmp_path: Path) -> None:
 
 def test_steps_of_seven_digits_follow_those_of_six(tmp_path: Path) -> None:
     save(tmp_path, 999_999, serial=0)
-    assert policy_folder(tmp_path) == save(tmp_path, 1_000_000, serial=0)
+    later = save(tmp_path, 1_000_000, serial=0)
+    assert policy_folder(tmp_path) == later
