@@ -64,7 +64,11 @@ def _check_estimator(config: AlgorithmConfig, group_size: int) -> Iterator[Confi
         yield ConfigIssue(
             "value_targets", "vtrace needs the learner's logprobs at the start of the step: set old_logprobs=recompute"
         )
-    elif (
+
+
+def check_vtrace_weight(config: AlgorithmConfig) -> Iterator[ConfigIssue]:
+    """Yield V-trace without its weight of the policy loss, which runs of earlier builds may have."""
+    if (
         config.value_targets == "vtrace"
         and config.train_infer_correction.is_weight is None
         and not is_function(config.pg_variant)

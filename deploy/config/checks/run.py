@@ -36,7 +36,7 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.services.ports import LOOPBACK_NAMES
 from offbeat.services.redis.url import address_problem
 from offbeat.services.rollout.config import EnvManagerConfig
-from offbeat.trainer.checks.algorithm import check_algorithm
+from offbeat.trainer.checks.algorithm import check_algorithm, check_vtrace_weight
 from offbeat.trainer.checks.function_keys import user_functions
 from offbeat.trainer.checks.learner import check_learner, check_staleness_controller
 from offbeat.trainer.config.aliases import ENGINE
@@ -63,7 +63,8 @@ def check_run(
 
     cores, nodes: of the machine or cluster; None: detected. on_step: called before user code. trial: as in
     `check_first_prompts`. started: of a run that a build has accepted, as with `resume_from_checkpoint`: keys without
-    effect, and some that end the run at a later step, are logged, because later builds find more of them.
+    effect, some that end the run at a later step, and V-trace without its weight are logged, because later builds find
+    more of them.
     """
     on_step("group_filter_cls, track_with", "import of classes")
     issues = [
@@ -138,7 +139,9 @@ def _check_architecture(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIs
 
 
 def _check_unused(config: RunConfig, *, started: bool) -> Iterator[ConfigIssue]:
+    """Yield what earlier builds accepted; log it for a run that one of them started."""
     issues = [*check_unused(config), *check_own_arguments(config), *check_synced_reference(config)]
+    issues += [] if config.reads_data else check_vtrace_weight(config)
     if not started:
         yield from issues
         return

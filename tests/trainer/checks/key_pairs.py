@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from offbeat.services.messages.types import Group
-from offbeat.trainer.checks.algorithm import check_algorithm
+from offbeat.trainer.checks.algorithm import check_algorithm, check_vtrace_weight
 from offbeat.trainer.checks.effects import check_effects
 from offbeat.trainer.checks.learner import check_learner
 from offbeat.trainer.config.learner import LearnerConfig
@@ -100,6 +100,7 @@ def accepted(settings: dict[str, Any]) -> LearnerConfig | None:
         return None
     issues = [
         *check_algorithm(config, group_size=4, groups_per_step=6, max_steps=100, tags=TAGS),
+        *check_vtrace_weight(config),
         *check_effects(config, group_size=4),
         *check_learner(config),
     ]

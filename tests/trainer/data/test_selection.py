@@ -135,10 +135,6 @@ def test_unusable_filter_is_refused_at_validation(path: str, message: str):
         ({"adv_estimator": "reinforce", "variance_filter_ratio": 0.5}, "variance_filter_ratio"),
         ({"adv_estimator": "gae", "critic_warmup": 10}, "critic_warmup"),
         ({"adv_estimator": "gae", "value_targets": "vtrace"}, "value_targets"),
-        (
-            {"adv_estimator": "gae", "value_targets": "vtrace", "old_logprobs": "recompute"},
-            "train_infer_correction.is_weight",
-        ),
         ({"adv_estimator": "reinforce", "pg_variant": "gpg", "old_logprobs": "loglinear", **KL_REWARD}, "old_logprobs"),
         ({"adv_estimator": "reinforce", "pg_variant": "vanilla", "old_logprobs": "recompute"}, "old_logprobs"),
         ({"adv_estimator": "reinforce", "use_kl_loss": True}, "kl_loss_coef"),

@@ -79,6 +79,23 @@ async def test_a_run_that_was_started_with_keys_without_effect_can_be_forked(
     await check_in_process(config)
 
 
+def test_a_run_that_was_started_with_v_trace_without_its_weight_is_resumed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """A new run is refused it. The same for reproduction."""
+    vtrace = ["adv_estimator=gae", "value_targets=vtrace", "old_logprobs=recompute"]
+    with pytest.raises(ConfigError) as refused:
+        load_run(QUICKSTART, vtrace)
+    (issue,) = refused.value.issues
+    assert issue.path == "train_infer_correction.is_weight"
+    checkpoint = save(tmp_path / "step-000004", 1)
+    load_run(QUICKSTART, [*vtrace, f"resume_from_checkpoint={checkpoint}"])
+    load_run(QUICKSTART, vtrace, started=True)
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
+        f"{issue} (accepted, because the run was started with it)"
+    ] * 2
+
+
 def test_a_run_of_version_0_1_with_a_key_without_effect_is_accepted(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     """It has `record_batches: 2`; version 0.2 keeps 16 batches in any case. The same for reproduction."""
     with tarfile.open(OLD_RUN) as archive:
