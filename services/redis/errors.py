@@ -15,6 +15,7 @@ REMEDIES = {
     "CLUSTERDOWN": "bring its cluster back",
     "MASTERDOWN": "bring its primary back",
     "TRYAGAIN": "its slots are being moved",
+    "BUSY": "it runs a long script, and answers once that has ended",
 }
 """Temporary error code -> remedy."""
 KINDS = {

@@ -94,6 +94,30 @@ def test_a_refused_command_is_retryable_and_explains_the_remedy(redis_url: str, 
         assert client.get("key") is None
 
 
+def test_commands_wait_for_the_end_of_a_long_script(redis_url: str) -> None:
+    """Redis answers BUSY to all others once a script has run for `lua-time-limit`."""
+    script = "local s = redis.call('TIME')[1] while redis.call('TIME')[1] - s < 3 do end return 1"
+    with connect(redis_url, patience_s=30.0) as client, Redis.from_url(redis_url) as other:
+        other.config_set("lua-time-limit", "50")
+        running = threading.Thread(target=lambda: other.eval(script, 0))
+        running.start()
+        try:
+            with connect(redis_url, patience_s=0.1) as impatient:
+                wait_until_sync(lambda: _is_busy(impatient))
+            assert client.set("key", "value")
+        finally:
+            running.join()
+            other.config_set("lua-time-limit", "5000")
+
+
+def _is_busy(client: Redis) -> bool:
+    try:
+        client.get("key")
+    except RedisReadOnlyError as error:
+        return "BUSY" in str(error)
+    return False
+
+
 @pytest.mark.usefixtures("run")
 async def test_worker_and_learner_commands_succeed_once_redis_is_writable(redis_url: str, refusing: Switch) -> None:
     refusing(True)
