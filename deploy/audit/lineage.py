@@ -115,11 +115,12 @@ def _add(lineage: Lineage, line: StepLine, before: dict[int, StepLine]) -> None:
             lineage.findings.append(
                 f"step {line.step} was repeated on groups {numbers}, and had been trained on {others}"
             )
-        elif sorted(line.refilled) != sorted(earlier.refilled):
-            lineage.findings.append(
-                f"step {line.step} was repeated with groups {sorted(line.refilled)} refilled, and had refilled "
-                f"{sorted(earlier.refilled)}"
-            )
+        elif line.refilled is not None and earlier.refilled is not None:
+            numbers, others = sorted(line.refilled), sorted(earlier.refilled)
+            if numbers != others:
+                lineage.findings.append(
+                    f"step {line.step} was repeated with groups {numbers} refilled, and had refilled {others}"
+                )
     lineage.steps.append(line)
     if line.skipped:
         lineage.skipped.append(line.step)

@@ -12,7 +12,7 @@ from offbeat.services.buffer.api import Admission, BufferLimits
 @dataclass(frozen=True, slots=True)
 class GroupCounts:
     standing: int
-    """Admitted, neither dropped, failed nor refilled."""
+    """Admitted, neither dropped nor failed."""
     playing: int
     """Being assembled."""
 

@@ -49,8 +49,8 @@ class StepLine:
     """True if non-finite gradients left the weights alone."""
     at: float = 0.0
     """Unix time."""
-    refilled: tuple[int, ...] = ()
-    """Numbers of groups without signal that others replaced; empty in ledgers of earlier builds."""
+    refilled: tuple[int, ...] | None = None
+    """Numbers of groups without signal that others replaced; None in lines of earlier builds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +138,9 @@ class StepLedger:
         members = [_member_row(group) for group in taken.groups]
         bound = max_staleness if math.isfinite(max_staleness) else None
         again = {"again": [group.number for group in replayed.groups]} if replayed.groups else {}
-        refilled = {"refilled": [group.number for group in taken.refilled]} if taken.refilled else {}
+        refilled = [group.number for group in taken.refilled]
         line = {"step": step, "groups": groups, "max_staleness": bound, "skipped": skipped, "members": members}
-        self._write({**line, **again, **refilled})
+        self._write({**line, **again, "refilled": refilled})
 
     def sync(self) -> None:
         self._lines.sync()
@@ -225,7 +225,7 @@ def parse_journal_line(row: Mapping[str, Any]) -> JournalLine | None:
             for (n, v, c), (tag, rewards, tokens) in zip(row["groups"], members, strict=True)
         )
         bound = math.inf if row["max_staleness"] is None else float(row["max_staleness"])
-        skipped, refilled = bool(row["skipped"]), tuple(map(int, row.get("refilled", ())))
+        skipped, refilled = bool(row["skipped"]), tuple(map(int, row["refilled"])) if "refilled" in row else None
         return StepLine(int(row["step"]), epoch, groups, bound, skipped, float(row.get("at", 0.0)), refilled)
     except (ValueError, TypeError, KeyError):
         return None

@@ -7,7 +7,7 @@ local function count_admissible(limits, step)
   if limits.paused == '1' then return 0, 'paused' end
   if not step then return 0, 'no_weights' end
   local admitted, dropped, failed = unpack(redis.call('HMGET', LEDGER, 'admitted', 'dropped', 'failed'))
-  local standing = (admitted or 0) - (dropped or 0) - (failed or 0) - redis.call('HLEN', REFILLED)
+  local standing = (admitted or 0) - (dropped or 0) - (failed or 0)
   -- A bound of n / groups_per_step versions is n groups, whatever its binary fraction rounds to.
   local lookahead = math.ceil((step + limits.max_staleness + 1) * limits.groups_per_step - 1e-6)
   local rooms = {

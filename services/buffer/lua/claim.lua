@@ -3,7 +3,7 @@
 -- ARGV     1 worker, 2 its session, 3 nonce, 4 how many at most, 5 of groups' members, 6 of evaluations
 -- Returns  {doorbell position, msgpack of {unit, member, attempt, min_version, sampling, temperature or nothing} ..., or
 --          nothing for none}
--- Invariants  C3: a group is admitted only while admitted - dropped - failed - refilled is below
+-- Invariants  C3: a group is admitted only while admitted - dropped - failed is below
 --          min((step + max_staleness + 1) * groups_per_step, total_groups), fewer than max_groups_in_flight are being
 --          played, and weights are published. The same nonce again gives the same episodes and admits nothing, so a
 --          caller that did not hear the answer asks again.

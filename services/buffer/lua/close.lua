@@ -6,6 +6,7 @@
 local epoch, reason = ARGV[1], ARGV[2]
 if is_fenced(epoch) then return fenced_reply(epoch) end
 local count = 0
+for _, number in ipairs(redis.call('HKEYS', REFILLED)) do unmark_refilled(number) end
 for _, number in ipairs(redis.call('ZRANGE', ASSEMBLING, 0, -1)) do
   local unit = 't:' .. number
   end_group(unit, redis.call('HGET', meta_key(unit), 'members'), 'dropped', reason)
@@ -18,5 +19,4 @@ for _, entry in ipairs(redis.call('XRANGE', STREAM, '-', '+')) do
   count_out(entry[2][2], 'dropped', reason)
   count = count + 1
 end
-redis.call('DEL', REFILLED)
 return count

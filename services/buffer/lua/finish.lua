@@ -1,5 +1,5 @@
 -- Take groups out of the stream for good: trained (their checkpoint is durable) or dropped. Groups that the checkpoint's steps have
--- refilled are dropped with the trained ones.
+-- refilled leave it with the trained ones.
 --
 -- ARGV     1 epoch, 2 `trained` or `dropped`, 3 the step of the checkpoint, or the reason, 4 why blobs are unreadable,
 --          5 members whose blobs are kept in quarantine, comma-separated, 6... entry ids
@@ -32,14 +32,15 @@ local count, refilled = #ids, outcome == 'trained' and refilled_until(tonumber(d
 for _, row in ipairs(refilled) do
   local number, id = unpack(row)
   if seen[id] or #redis.call('XRANGE', STREAM, id, id) == 0 then
+    unmark_refilled(number)
     row[3] = nil
   else
     ids[#ids + 1], blobs[#blobs + 1] = id, blobs_key('t:' .. number)
+    redis.call('HDEL', REFILLED, number)
   end
-  redis.call('HDEL', REFILLED, number)
 end
 if #ids == 0 then return 0 end
-call_in_parts(numbers, 'HDEL', REFILLED)
+for _, number in ipairs(numbers) do unmark_refilled(number) end
 call_in_parts(ids, 'XACK', STREAM, LEARNER)
 call_in_parts(ids, 'XDEL', STREAM)
 call_in_parts(blobs, 'DEL')
@@ -48,7 +49,7 @@ for _, number in ipairs(numbers) do
   if outcome == 'trained' then record(number, 'trained', detail) else count_out(number, outcome, detail) end
 end
 for _, row in ipairs(refilled) do
-  if row[3] then count_out(row[1], 'dropped', row[3]) end
+  if row[3] then record(row[1], 'dropped', row[3]) end
 end
 ring(outcome)
 return count

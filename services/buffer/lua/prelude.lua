@@ -27,7 +27,7 @@
 --   bell:<worker>     stream  that it was woken; its last entry
 --   life              stream  events of groups, trimmed
 --   refilled          hash    number of each group that its step replaces -> step (as in `trained`), entry id and reason: it stays in
---                             the stream, for a learner that repeats the step, and is dropped with the step's checkpoint
+--                             the stream, for a learner that repeats the step, and leaves it with the step's checkpoint
 --   quarantine        list    newest undecodable blobs
 --   sampler           string  state of the task sampler
 --
@@ -121,18 +121,20 @@ local function record(number, event, detail)
   redis.call('XADD', LIFE, 'MAXLEN', '~', LIFE_KEPT, '*', 'n', number, 'e', event, 'd', detail, 'i', ordinal)
 end
 
+-- Step, entry id and reason of a refilled group; nothing for others.
+local function read_refilled(number)
+  return string.match(redis.call('HGET', REFILLED, number) or '', '^(%d+) (%S+) (.*)$')
+end
+
 -- Refilled groups of steps up to `step`, as {number, entry id, reason}.
 local function refilled_until(step)
   local rows, flat = {}, redis.call('HGETALL', REFILLED)
   for i = 1, #flat, 2 do
-    local at, id, reason = string.match(flat[i + 1], '^(%d+) (%S+) (.*)$')
+    local at, id, reason = read_refilled(flat[i])
     if tonumber(at) <= step then rows[#rows + 1] = {flat[i], id, reason} end
   end
   table.sort(rows, function(a, b) return tonumber(a[1]) < tonumber(b[1]) end)
   return rows
-end
-local function mark_refilled(number, step, id, reason)
-  redis.call('HSET', REFILLED, number, step .. ' ' .. id .. ' ' .. reason)
 end
 
 -- True for a learner that a newer one has replaced (or whose lease this Redis never gave).
@@ -143,14 +145,28 @@ local function fenced_reply(epoch)
 end
 
 -- Count an ended group. Distinct reasons are bounded; further ones count as `other`.
-local function count_out(number, outcome, reason)
+local function add_out(outcome, reason, by)
   local field = outcome .. ':' .. reason
   if redis.call('HEXISTS', LEDGER, field) == 0 and redis.call('HLEN', LEDGER) >= REASONS_KEPT then
     field = outcome .. ':other'
   end
-  redis.call('HINCRBY', LEDGER, outcome, 1)
-  redis.call('HINCRBY', LEDGER, field, 1)
+  redis.call('HINCRBY', LEDGER, outcome, by)
+  if redis.call('HINCRBY', LEDGER, field, by) == 0 then redis.call('HDEL', LEDGER, field) end
+end
+local function count_out(number, outcome, reason)
+  add_out(outcome, reason, 1)
   record(number, outcome, reason)
+end
+
+-- A refilled group counts as dropped from its mark on: scripts of earlier builds start another one in its place, too.
+local function mark_refilled(number, step, id, reason)
+  if redis.call('HSET', REFILLED, number, step .. ' ' .. id .. ' ' .. reason) == 1 then add_out('dropped', reason, 1) end
+end
+local function unmark_refilled(number)
+  local _, _, reason = read_refilled(number)
+  if not reason then return end
+  redis.call('HDEL', REFILLED, number)
+  add_out('dropped', reason, -1)
 end
 
 -- Free every member that is still queued or claimed; workers learn of it from their next heartbeat.

@@ -152,10 +152,11 @@ end
 
 restore_limits()
 lift_events()
+local refilled = refilled_until(proof.step)
+for _, number in ipairs(redis.call('HKEYS', REFILLED)) do unmark_refilled(number) end
 for _, row in ipairs(proof.saved) do save(row[1], row[2]) end
 save_entries(proof.step, proof.entries)
-for _, row in ipairs(refilled_until(proof.step)) do drop_streamed(tonumber(row[1]), row[3]) end
-redis.call('DEL', REFILLED)
+for _, row in ipairs(refilled) do drop_streamed(tonumber(row[1]), row[3]) end
 local entries = {}
 for _, row in ipairs(proof.held) do
   local number, version, step, reason = unpack(row)

@@ -34,7 +34,7 @@ def life(*rows: tuple[int, str, str]) -> list[LifeEvent]:
 
 def step(number: int, *groups: int, epoch: int = 1, version: int | None = None) -> StepLine:
     oldest = number - 1 if version is None else version
-    return StepLine(number, epoch, tuple(TrainedGroup(n, oldest, True) for n in groups), 1.0, False)
+    return StepLine(number, epoch, tuple(TrainedGroup(n, oldest, True) for n in groups), 1.0, False, refilled=())
 
 
 EVENTS = life(
@@ -56,6 +56,12 @@ EVENTS = life(
 )
 JOURNAL = [ResumedLine(0, 1, 0), step(1, 0), step(2, 2), step(3, 3)]
 GOOD = Evidence(EVENTS, JOURNAL, {2: ""}, Counters(6, 5, 2, {"stale": 1}, {"step_timeout": 1}, 2), 1, 9)
+
+
+def test_a_step_of_a_build_that_recorded_no_refilled_groups_may_be_repeated():
+    earlier = [*JOURNAL[:-1], replace(step(3, 3), refilled=None), ResumedLine(2, 2, 0)]
+    found = audit(replace(GOOD, journal=[*earlier, replace(step(3, 3, epoch=2), refilled=(4,))]))
+    assert not [each for each in found.findings if "refilled" in each]
 
 
 def test_a_run_in_order_is_proven_and_each_group_has_its_life():

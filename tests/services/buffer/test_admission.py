@@ -40,43 +40,26 @@ def buffer_limits(draw: st.DrawFn) -> BufferLimits:
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    bounds=buffer_limits(),
-    step=st.none() | SMALL,
-    room=st.integers(-3, 20),
-    dropped=SMALL,
-    failed=SMALL,
-    refilled=st.integers(0, 3),
-    playing=SMALL,
+    bounds=buffer_limits(), step=st.none() | SMALL, room=st.integers(-3, 20), dropped=SMALL, failed=SMALL, playing=SMALL
 )
-@example(
-    bounds=limits(max_staleness=0.5, groups_per_step=3), step=4, room=2, dropped=1, failed=1, refilled=0, playing=0
-)
+@example(bounds=limits(max_staleness=0.5, groups_per_step=3), step=4, room=2, dropped=1, failed=1, playing=0)
 def test_python_and_redis_admit_the_same_groups(
-    redis: Redis,
-    bounds: BufferLimits,
-    step: int | None,
-    room: int,
-    dropped: int,
-    failed: int,
-    refilled: int,
-    playing: int,
+    redis: Redis, bounds: BufferLimits, step: int | None, room: int, dropped: int, failed: int, playing: int
 ):
     """room: groups that the staleness bound leaves, about; the other limits are drawn."""
     lookahead = round(((step or 0) + bounds.max_staleness + 1) * bounds.groups_per_step)
-    admitted = max(lookahead - room + dropped + failed + refilled, 0)
+    admitted = max(lookahead - room + dropped + failed, 0)
     keys = BufferKeys(RUN)
-    redis.delete(keys.limits, f"{keys.root}:ledger", f"{keys.root}:assembling", f"{keys.root}:refilled")
+    redis.delete(keys.limits, f"{keys.root}:ledger", f"{keys.root}:assembling")
     redis.hset(keys.limits, items=limit_fields(bounds))
     redis.hset(f"{keys.root}:ledger", mapping={"admitted": admitted, "dropped": dropped, "failed": failed})
-    if refilled:
-        redis.hset(f"{keys.root}:refilled", mapping={str(number): "1 1-1 no_signal" for number in range(refilled)})
     if playing:
         redis.zadd(f"{keys.root}:assembling", {str(number): 0 for number in range(playing)})
     arguments = ["" if step is None else step, ANY]
     reply: Any = redis.eval(SCRIPT, len(keys.script_keys), *keys.script_keys, *arguments)
     admissible, limit, oldest = reply
 
-    counts = GroupCounts(standing=admitted - dropped - failed - refilled, playing=playing)
+    counts = GroupCounts(standing=admitted - dropped - failed, playing=playing)
     assert count_admissible(bounds, step, counts) == (admissible, limit.decode())
     if step is not None:
         assert oldest_consumable(step, bounds.max_staleness) == oldest

@@ -241,7 +241,7 @@ async def test_a_learner_that_lives_keeps_what_it_has_refilled(world: World):
     groups = learner.train()
     await world.lose()
     assert learner.buffer.take(0) is None
-    assert learner.buffer.counters().in_flight == 3
+    assert learner.buffer.counters().in_flight == 2
     assert world.redis.hkeys(f"{BufferKeys(RUN).root}:refilled") == [b"0"]
     learner.durable = 1
     assert learner.buffer.ack([group.entry_id for group in groups], 1) == 2
