@@ -1,5 +1,6 @@
 """Foreign agents: one as people write them, others that ask by the standard library alone, to start fast."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 from offbeat.services.rollout.agents.task import AgentTask
+from tests.waiting import wait_until
 
 SCRIPT = """
 import json, os
@@ -37,6 +39,21 @@ def plays(task: AgentTask) -> None:
         reply = task.step(answer)
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": reply.observation}]
         done = reply.done
+
+
+async def releases_containers(_: AgentTask) -> None:
+    """Takes until there is a gate."""
+    _mark("")
+    try:
+        await asyncio.sleep(1000)
+    finally:
+        _mark("cancelled")
+        await wait_until(Path(os.environ["OFFBEAT_TEST_MARKER"]).with_suffix(".gate").exists)
+        _mark("released")
+
+
+def _mark(text: str) -> None:
+    Path(os.environ["OFFBEAT_TEST_MARKER"]).write_text(text)
 
 
 def answers(task: AgentTask) -> str:

@@ -21,7 +21,7 @@ from offbeat.services.rollout import actor as rollout_app
 logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 30.0
-"""Time to exit of a worker that is told to stop."""
+"""Time to exit of a worker that is told to stop, beside that of its agents."""
 
 
 class WorkerPool(ActorPool):
@@ -63,7 +63,7 @@ class WorkerPool(ActorPool):
             actor = await asyncio.to_thread(find_actor, name)
             if actor is None:
                 continue
-            if now or time.monotonic() > since + STOP_GRACE_S:
+            if now or time.monotonic() > since + STOP_GRACE_S + self._settings.agent_grace_s:
                 logger.info("%s is killed", name)
                 await asyncio.to_thread(ray.kill, actor, no_restart=True)
             else:

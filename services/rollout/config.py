@@ -305,3 +305,9 @@ class WorkerSettings(Config):
     worker_timeout_s: float = Field(default=15.0, gt=0)
     """`buffer.worker_timeout_s`; sets the heartbeat interval."""
     telemetry: TelemetryConfig = TelemetryConfig()
+
+    @property
+    def agent_grace_s(self) -> float:
+        """Longest time that a tag leaves a cancelled agent to end."""
+        runners = [env.agent_runner for env in self.custom_envs.values() if env.agent_runner]
+        return max((runner.cancel_grace_s for runner in runners), default=0.0)

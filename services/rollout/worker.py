@@ -158,8 +158,12 @@ class EnvWorker:
             task.cancel()
         # Envs that do not finish in time end with the process.
         await asyncio.wait(tasks, timeout=SHUTDOWN_TIMEOUT_S)
+        await self._return_episodes()
+        await asyncio.wait(tasks, timeout=max(0.0, self._settings.agent_grace_s - SHUTDOWN_TIMEOUT_S))
         ending = [each.close() for each in (self._player, self._rewards) if each is not None]
         await asyncio.wait([asyncio.create_task(end) for end in ending], timeout=SHUTDOWN_TIMEOUT_S)
+
+    async def _return_episodes(self) -> None:
         try:
             async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
                 await self._buffer.release(self._worker_id)

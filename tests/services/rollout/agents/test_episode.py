@@ -175,6 +175,24 @@ async def test_an_agent_that_hangs_is_killed_with_its_children(mesh, tmp_path: P
         await wait_until(lambda: not any(map(is_alive, pids)))
 
 
+@pytest.mark.parametrize(("grace_s", "ends_with"), [(30.0, "released"), (1.0, "cancelled")])
+async def test_a_stopped_worker_leaves_agents_their_grace(
+    mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grace_s: float, ends_with: str
+):
+    """Its episodes are returned before."""
+    monkeypatch.setattr("offbeat.services.rollout.worker.SHUTDOWN_TIMEOUT_S", 0.2)
+    marker, before = tmp_path / "marker", children_of(os.getpid())
+    monkeypatch.setenv("OFFBEAT_TEST_MARKER", str(marker))
+    async with mesh(played_by("releases_containers", cancel_grace_s=grace_s)) as m:
+        await wait_until(marker.exists)
+        m.worker.stop()
+        await wait_until(lambda: m.buffer.released == 1)
+        if ends_with == "released":
+            (tmp_path / "marker.gate").touch()
+    assert marker.read_text() == ends_with
+    assert not children_of(os.getpid()) - before
+
+
 async def test_an_episode_cancelled_within_an_env_step_leaves_no_process(mesh, tmp_path: Path):
     before, gate = children_of(os.getpid()), tmp_path / "gate"
     rules = {"env_config": {"gate": str(gate)}, "execution": "process"}
