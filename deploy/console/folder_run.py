@@ -28,8 +28,11 @@ def view_folder(archive: FolderArchive) -> RunView:
     metrics = {name.removeprefix(PREFIX): value for name, value in last.items() if name.startswith(PREFIX)}
     lives = archive.lives()
     step = max((life.step for life in lives if life.step is not None), default=-1)
-    ended_at = float(report.get("ended_at") or (folder / run_folder.CONFIG).stat().st_mtime)
-    began_at = ended_at - float(report.get("wall_s") or 0.0)
+    reported_at = float(report.get("ended_at") or (folder / run_folder.CONFIG).stat().st_mtime)
+    began_at = reported_at - float(report.get("wall_s") or 0.0)
+    # A killed run has no report, or that of an earlier start
+    times = (max(life.admitted_at, life.submitted_at, life.trained_at, life.ended_at) for life in lives)
+    ended_at = max(reported_at, max(times, default=0.0))
     finished = step >= config.max_steps
     endings = {ending: Counter(life.detail for life in lives if life.ending == ending) for ending in (DROPPED, FAILED)}
     num_trained = sum(life.ending == TRAINED for life in lives)

@@ -305,6 +305,14 @@ def test_the_bars_of_groups_in_flight_end_now(control_url: str, page: Any) -> No
     assert sum("864," in title for title in titles) == 3
 
 
+def test_bars_of_groups_fill_their_axis_beside_a_browser_whose_clock_is_slow(control_url: str, page: Any) -> None:
+    page.clock.set_system_time(time.time() - 864_000)
+    page.goto(f"{control_url}/ui/#/groups/lake")
+    page.locator("svg.gantt rect").first.wait_for()
+    widths = page.locator("svg.gantt rect").evaluate_all("bars => bars.map(bar => Number(bar.getAttribute('width')))")
+    assert max(widths) > 20
+
+
 def test_times_of_another_day_have_their_date(control_url: str, redis_url: str, page: Any) -> None:
     with Redis.from_url(redis_url) as redis:
         redis.xadd(RunKeys("lake").history, {"e": "recovered", "d": json.dumps({"component": "learner"})})

@@ -1,6 +1,9 @@
 """`offbeat ui`: folders without a mesh, read only."""
 
+import json
 import os
+import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,8 @@ from typer.testing import CliRunner
 
 from offbeat.deploy.cli.app import app
 from offbeat.deploy.console.server import FolderRuns, create_folder_api
-from offbeat.deploy.run_folder import Endpoints, locked, write_endpoints
+from offbeat.deploy.report.report import REPORT
+from offbeat.deploy.run_folder import CONFIG, Endpoints, locked, write_endpoints
 from tests.deploy.console.folders import write_run
 
 
@@ -34,6 +38,31 @@ def test_a_folder_is_shown_as_a_run(http: TestClient) -> None:
     assert http.get("/runs/lake/groups").json()["total"] == 10
     assert http.get("/session").json() == {"access": "read", "needs_token": False}
     assert http.get("/ui/").status_code == 200
+
+
+@pytest.mark.parametrize("report_age_s", [None, 600.0])
+def test_a_killed_run_ended_with_its_last_event(tmp_path: Path, report_age_s: float | None) -> None:
+    """The configuration, and the report of an earlier start, are older than its groups."""
+    folder = write_run(tmp_path / "lake")
+    began_at = time.time() - 3600
+    os.utime(folder / CONFIG, (began_at, began_at))
+    if report_age_s is not None:
+        report = {"ended_at": time.time() - report_age_s, "wall_s": 100.0}
+        (folder / REPORT).write_text(json.dumps(report))
+        began_at = report["ended_at"] - report["wall_s"]
+    http = TestClient(create_folder_api(FolderRuns(tmp_path)), base_url="http://127.0.0.1")
+    groups = http.get("/runs/lake/groups").json()["groups"]
+    names = ("admitted_at", "submitted_at", "trained_at", "ended_at")
+    run = http.get("/runs/lake").json()
+    assert run["ended_at"] == max(group[name] for group in groups for name in names if group[name])
+    assert run["started_at"] == pytest.approx(began_at)
+
+
+def test_a_run_without_groups_ended_with_its_configuration(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "lake")
+    shutil.rmtree(folder / "ledger")
+    http = TestClient(create_folder_api(FolderRuns(tmp_path)), base_url="http://127.0.0.1")
+    assert http.get("/runs/lake").json()["ended_at"] == pytest.approx((folder / CONFIG).stat().st_mtime)
 
 
 def test_only_reading_is_possible(http: TestClient) -> None:

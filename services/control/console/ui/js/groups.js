@@ -34,7 +34,7 @@ const rewardsOf = (rewards) => rewards.length ? rewards.map((reward) => short(re
 /** @param {import("./app.js").Context} context @param {any[]} groups @param {number} now end of the bars of groups in flight */
 function table(context, groups, now) {
   const times = groups.flatMap((group) => [group.admitted_at, group.submitted_at, group.trained_at, group.ended_at ?? now]).filter(Boolean);
-  const [from, to] = [Math.min(...times), Math.max(...times)];
+  const [from, to] = [Math.min(...groups.map((group) => group.admitted_at || Infinity)), Math.max(...times)];
   return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Groups" }, h("table", {}, h("thead", {}, h("tr", {},
     ["group", "state", "tag"].map((name) => h("th", { scope: "col" }, name)),
     ["step", "lag", "tokens", "max. ratio"].map((name) => h("th", { scope: "col", class: "num" }, name)),
