@@ -129,6 +129,20 @@ def test_the_strip_of_a_long_episode_is_painted_to_its_end(folder_url: str, page
     page.get_by_text(re.compile(r"token 299,?\d{3}:")).wait_for()
 
 
+def test_pointing_at_a_row_that_is_cut_does_not_scroll_the_strip(folder_url: str, page: Any) -> None:
+    see(page, folder_url, "acts")
+    page.evaluate(LONG_STRIP)
+    scroller, canvas, top = page.locator(".strip"), page.locator("canvas"), "scroller => scroller.scrollTop"
+    scroller.evaluate("scroller => scroller.scrollTop = 5010")
+    page.wait_for_function("document.querySelector('.strip').scrollTop === 5010")
+    canvas.hover(position={"x": 20, "y": 3})
+    page.get_by_text(re.compile(r"token \d")).wait_for()
+    assert scroller.evaluate(top) == 5010
+    canvas.focus()
+    page.keyboard.press("ArrowRight")
+    page.wait_for_function("document.querySelector('.strip').scrollTop < 5010")
+
+
 def test_what_an_agent_wrote_is_text(folder_url: str, page: Any) -> None:
     see(page, folder_url, "trajectory")
     assert page.get_by_text(HOSTILE, exact=True).count() > 0

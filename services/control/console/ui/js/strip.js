@@ -110,12 +110,12 @@ export function strip(trajectory, segment, column, width) {
       }
     });
   };
-  const choose = (/** @type {number} */ i) => {
+  const choose = (/** @type {number} */ i, scrolls = false) => {
     if (i < 0 || i >= cells.length || i === chosen) return;
     chosen = i;
     readout.textContent = describe(trajectory, segment, i);
     const hidden = cells[i].y - scroller.scrollTop;
-    if (hidden < 0 || hidden + LINE > height) scroller.scrollTop = cells[i].y - height / 2;
+    if (scrolls && (hidden < 0 || hidden + LINE > height)) scroller.scrollTop = cells[i].y - height / 2;
     paint();
   };
   canvas.addEventListener("mousemove", (event) => {
@@ -125,7 +125,7 @@ export function strip(trajectory, segment, column, width) {
   });
   canvas.addEventListener("keydown", (event) => {
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (step) { event.preventDefault(); choose(Math.max(0, chosen + step)); }
+    if (step) { event.preventDefault(); choose(Math.max(0, chosen + step), true); }
   });
   scroller.addEventListener("scroll", paint);
   paint();
