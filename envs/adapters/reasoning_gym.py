@@ -1,8 +1,10 @@
 """Adapter for reasoning-gym.
 
-Invariant: answers are scored in a process of their own, within `CPU_S`, and never run as code; past it, the score is 0.
+Invariant: answers are scored in processes of their own, within `CPU_S`, and never run as code; past it, or if the
+library's scorer raises an exception, the score is 0.
 """
 
+import logging
 import os
 import sys
 import warnings
@@ -17,15 +19,18 @@ from offbeat.envs.adapters.reasoning_gym_scorer import encode
 from offbeat.envs.adapters.text import TextEnv
 from offbeat.envs.config import Config
 from offbeat.envs.dataset.env import last_group
-from offbeat.envs.isolation.line_process import LineProcess
+from offbeat.envs.isolation.line_process import LineProcesses
 from offbeat.envs.optional_imports import require
 from offbeat.envs.parsing import compile_pattern
+
+logger = logging.getLogger(__name__)
 
 HELD_OUT_FROM = 1 << 30
 """First seed of held-out questions."""
 PROGRAM = Path(__file__).with_name("reasoning_gym_scorer.py")
-CPU_S = 5.0
-"""CPU time per score."""
+CPU_S = 1.0
+"""CPU time per score, a small part of `step_timeout_s`, as scores may wait for one another."""
+MAX_PROCESSES = 4
 MEMORY_BYTES = 4 << 30
 """Address space."""
 
@@ -89,9 +94,9 @@ class ReasoningGymEnv(TextEnv):
             raise ValueError(f"reasoning_gym's {config.dataset!r}: {error}") from error
 
     def _score(self, answer: str) -> float:
-        """Raises RuntimeError for an error of the library's scorer."""
+        """Raises RuntimeError if the data set can't be created."""
         config = self.config
-        reply = _scorer_of(os.getpid()).ask(
+        reply = _scorers_of(os.getpid()).ask(
             {
                 "dataset": config.dataset,
                 "config": config.dataset_config,
@@ -100,15 +105,27 @@ class ReasoningGymEnv(TextEnv):
                 "answer": answer,
             }
         )
-        if reply is None:
-            return 0.0
-        if "error" in reply:
-            raise RuntimeError(f"reasoning_gym's {config.dataset!r} can't score {answer[:100]!r}: {reply['error']}")
-        return reply["score"]
+        match reply:
+            case None:
+                return 0.0
+            case {"score": score}:
+                return score
+            case {"error": error}:
+                if config.dataset not in _warned_of:
+                    _warned_of.add(config.dataset)
+                    text = "reasoning_gym: scorer of %r failed for the answer %r, worth 0: %s (logged once per data set)"
+                    logger.warning(text, config.dataset, answer[:100], error)
+                return 0.0
+            case _:
+                raise RuntimeError(f"reasoning_gym's {config.dataset!r}: {reply['failure']}")
+
+
+_warned_of: set[str] = set()
 
 
 @lru_cache(maxsize=1)
-def _scorer_of(pid: int) -> LineProcess:  # noqa: ARG001  # a forked process must not share its parent's pipes
+def _scorers_of(pid: int) -> LineProcesses:  # noqa: ARG001  # a forked process must not share its parent's pipes
     # -P: the folder's own reasoning_gym.py must not shadow the library
     command = [sys.executable, "-P", "-W", "ignore", str(PROGRAM), str(CPU_S), str(MEMORY_BYTES)]
-    return LineProcess(command, "reasoning_gym's scorer did not start: see the error above")
+    num_processes = min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
+    return LineProcesses(command, "reasoning_gym's scorer did not start: see the error above", num_processes)

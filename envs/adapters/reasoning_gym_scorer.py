@@ -1,21 +1,25 @@
 # pyright: basic
 """Program that scores answers by reasoning-gym, for `ReasoningGymEnv`.
 
-JSON lines: a request in, {"score": float} or {"error": text} out; first a bool: works.
+JSON lines: a request in; out {"score": float}, {"error": text} of the library's scorer, {"failure": text} of the data set,
+or null past the limits; first a bool: works.
 
-Invariants: no score exceeds CPU time or memory, past which the kernel kills the program; an answer is never run as code,
-though scorers pass answers to `eval` and to sympy's `parse_expr`, which is `eval`.
+Invariants: no score exceeds CPU time or memory, past which the kernel kills its process, a fork of one that has imported
+the library; an answer is never run as code, though scorers pass answers to `eval` and to sympy's `parse_expr`, which is
+`eval`.
 """
 
 import ast
 import importlib
 import json
 import operator
+import os
 import re
 import resource
 import signal
 import sys
 import warnings
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -122,16 +126,39 @@ def main(cpu_s: float, memory_bytes: int) -> None:
         print(json.dumps(score(library, json.loads(line), cpu_s)), file=replies, flush=True)
 
 
-def score(library: Any, request: dict[str, Any], cpu_s: float) -> dict[str, Any]:
-    entry = decode(request["entry"])
-    dataset = library.create_dataset(request["dataset"], seed=request["seed"], size=1, **request["config"])
-    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+def score(library: Any, request: dict[str, Any], cpu_s: float) -> dict[str, Any] | None:
     try:
-        return {"score": float(dataset.score_answer(request["answer"], entry))}
-    except Exception as error:  # scorers raise anything, for anything
-        return {"error": f"{type(error).__name__}: {error}"}
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        dataset = library.create_dataset(request["dataset"], seed=request["seed"], size=1, **request["config"])
+        entry = decode(request["entry"])
+    except Exception as error:  # data sets raise anything
+        return {"failure": _describe(error)}
+    return run_forked(lambda: float(dataset.score_answer(request["answer"], entry)), cpu_s)
+
+
+def run_forked(function: Callable[[], float], cpu_s: float) -> dict[str, Any] | None:
+    """Call a function in a forked process; return its value as `score` or exception as `error`, None if it was killed."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)
+            try:
+                reply: dict[str, Any] = {"score": function()}
+            except Exception as error:  # scorers raise anything, for anything
+                reply = {"error": _describe(error)}
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            os.write(writer, json.dumps(reply).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as file:
+        reply_bytes = file.read()
+    os.waitpid(pid, 0)
+    return json.loads(reply_bytes) if reply_bytes else None
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:200]
 
 
 def guard_library() -> None:

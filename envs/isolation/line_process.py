@@ -6,6 +6,7 @@ Invariant: a request that the program does not survive has no answer, and the ne
 import atexit
 import contextlib
 import json
+import queue
 import subprocess
 import threading
 from collections.abc import Sequence
@@ -61,6 +62,24 @@ class LineProcess:
             return process
         _kill(process)
         raise RuntimeError(self._failure)
+
+
+class LineProcesses:
+    """Processes of one program: a request waits only while all of them are busy."""
+
+    def __init__(self, command: Sequence[str], failure: str, num_processes: int) -> None:
+        # the last used one is taken first, so that no more processes start than requests overlap
+        self._idle: queue.LifoQueue[LineProcess] = queue.LifoQueue()
+        for _ in range(num_processes):
+            self._idle.put(LineProcess(command, failure))
+
+    def ask(self, request: Any) -> Any:
+        """Return the reply, None if the program ended; raises RuntimeError if it can't start."""
+        process = self._idle.get()
+        try:
+            return process.ask(request)
+        finally:
+            self._idle.put(process)
 
 
 def _kill(process: "subprocess.Popen[str]") -> None:

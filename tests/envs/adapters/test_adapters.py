@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from offbeat.envs import registry
+from offbeat.envs.adapters import reasoning_gym
 from offbeat.envs.adapters.text import PrivateRandomState
 from offbeat.envs.contract import check_contract
 from offbeat.services.rollout.envs.runners import render_png
@@ -169,6 +170,37 @@ def test_an_answer_that_reasoning_gym_can_not_score_in_time_is_wrong(dataset: st
     library = pytest.importorskip("reasoning_gym")
     right = library.create_dataset(dataset, seed=env.task_id(1), size=1)[0]["answer"]
     assert env.step(f"<answer>{right}</answer>")[1] == 1.0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_expensive_answers_of_threads_are_scored_within_the_step_timeout():
+    pytest.importorskip("reasoning_gym")
+    envs = [registry.make("reasoning_gym", {"dataset": "countdown"}) for _ in range(6)]
+    for env in envs:
+        env.reset(seed=1)
+    envs[0].step("<answer>1</answer>")  # its process has imported the library
+    start = time.monotonic()
+    with ThreadPoolExecutor(len(envs)) as threads:
+        steps = list(threads.map(lambda env: env.step("<answer>9**9**9**9</answer>"), envs))
+    assert [step[1] for step in steps] == [0.0] * len(envs)
+    assert time.monotonic() - start < 30
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("dataset", "answer"), [("prime_factorization", "x"), ("boxnet", "[1, 2]"), ("game_of_life", '{"a": 1}')]
+)
+def test_an_answer_that_fails_reasoning_gyms_scorer_is_wrong(
+    dataset: str, answer: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("reasoning_gym")
+    monkeypatch.setattr(reasoning_gym, "_warned_of", set())
+    env = registry.make("reasoning_gym", {"dataset": dataset})
+    for _ in range(2):
+        env.reset(seed=1)
+        assert env.step(f"<answer>{answer}</answer>")[1] == 0.0
+    (record,) = caplog.records
+    assert f"{dataset!r} failed" in record.message
 
 
 def test_a_game_shows_only_new_log_lines_and_can_be_won():

@@ -1,6 +1,10 @@
+import itertools
+import os
+import signal
+
 import pytest
 
-from offbeat.envs.adapters.reasoning_gym_scorer import check_formula, evaluate
+from offbeat.envs.adapters.reasoning_gym_scorer import check_formula, evaluate, run_forked
 
 
 @pytest.mark.parametrize(
@@ -50,3 +54,16 @@ def test_formulas_are_parsed(text: str):
 def test_nothing_else_is_parsed_as_a_formula(text: str):
     with pytest.raises(ValueError, match="not a formula"):
         check_formula(text)
+
+
+def test_a_forked_score_past_its_cpu_time_is_none():
+    assert run_forked(lambda: float(sum(itertools.repeat(1))), cpu_s=0.05) is None
+    assert run_forked(lambda: 0.5, cpu_s=5.0) == {"score": 0.5}
+
+
+def test_an_exception_of_a_forked_score_is_its_error():
+    assert run_forked(lambda: float("x"), cpu_s=5.0) == {"error": "ValueError: could not convert string to float: 'x'"}
+
+
+def test_a_forked_score_that_ends_its_process_is_none():
+    assert run_forked(lambda: float(os.kill(os.getpid(), signal.SIGKILL) or 0), cpu_s=5.0) is None
