@@ -56,9 +56,19 @@ def read_csv(datasets: Any, path: Path, exact: Collection[str]) -> Any:
     ]
     if not numbers:
         return texts
-    features = datasets.Features({name: inferred[name] if name in numbers else string for name in inferred})
+    # pandas reads no bools with nulls
+    bools = [name for name in numbers if inferred[name].dtype == "bool" and any(_is_null(text) for text in texts[name])]
+    kept = [name for name in numbers if name not in bools]
+    features = datasets.Features({name: inferred[name] if name in kept else string for name in inferred})
     nulls = {name: list(NULLS) if name in numbers else [""] for name in inferred}
-    return _load(datasets, "csv", path, features=features, keep_default_na=False, na_values=nulls)
+    table = _load(datasets, "csv", path, features=features, keep_default_na=False, na_values=nulls)
+    for name in bools:
+        table = table.cast_column(name, inferred[name])
+    return table
+
+
+def _is_null(text: str | None) -> bool:
+    return text is None or text in NULLS
 
 
 def _are_numbers(texts: Iterable[str | None], exact: bool) -> bool:

@@ -11,6 +11,7 @@ from offbeat.envs import registry
 from offbeat.envs.contract import check_contract
 from offbeat.envs.dataset.code import FENCED, CodeConfig, read_tests
 from offbeat.envs.dataset.env import last_group
+from offbeat.envs.dataset.rows import load_rows
 from offbeat.services.rollout.config import CustomEnv, EnvManagerConfig
 from offbeat.services.rollout.tasks import EvalTasks
 from tests.envs.sandbox.needs import needs_sandbox
@@ -242,6 +243,13 @@ def test_cells_of_csv_files_are_compared_as_written(cells: list[str], answer: st
     assert env.row["n"] == 0
     assert judged(env, answer)[0] == 1.0
     assert [judged(env, other)[0] for other in others] == [0.0] * len(others)
+
+
+def test_bools_of_csv_files_may_have_empty_cells(tmp_path: Path):
+    path = tmp_path / "flags.csv"
+    path.write_text("question,answer,verified,checked\na,1,True,false\nb,2,,NA\nc,3,False,true\n")
+    rows = load_rows(path, "question", "answer", "any")
+    assert [(rows[i]["verified"], rows[i]["checked"]) for i in range(3)] == [(True, False), (None, None), (False, True)]
 
 
 @pytest.mark.parametrize("key", ["question", "answer"])
