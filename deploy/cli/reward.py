@@ -48,7 +48,7 @@ def check(
 
     try:
         rewards, columns = _read_config(Path(config), overrides or [], response_key, label_key)
-        rows = open_rows(data)
+        rows = open_rows(data, exact=(columns.response, columns.ground_truth))
         if response_key not in rows.columns:
             has = ", ".join(rows.columns)
             raise ValueError(f"{data} has no column {response_key!r} (--response-key); there is {has}")

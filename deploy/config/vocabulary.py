@@ -71,8 +71,9 @@ def _words_of_data(config: RunConfig) -> Iterator[str]:
     for path in (config.data.dataset_name, config.data.val_dataset_name):
         if path is None:
             continue
-        rows = open_rows(path)
-        named = (*message_keys(config.data), *((config.data.ground_truth_key,) if config.plays_prompts else ()))
+        truth = (config.data.ground_truth_key,) if config.plays_prompts else ()
+        rows = open_rows(path, exact=truth)
+        named = (*message_keys(config.data), *truth)
         for row in rows.scan(sorted({part for key in named for part in (key, key.partition(".")[0])})):
             for key in named:
                 yield from _words_of_value(read_field(row, key))

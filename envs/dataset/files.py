@@ -4,7 +4,7 @@ Invariant: a row's name is file and line.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -88,10 +88,10 @@ class TableRows:
 
     fills_keys = True
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, exact: Collection[str] = ()) -> None:
         self._path = path
         self.folder = path if path.is_dir() else path.parent
-        self._table = read_table(path)
+        self._table = read_table(path, exact=exact)
         self.columns = tuple(cast(list[str], self._table.column_names))
         if not len(self._table):
             raise ValueError(f"{path} has no rows")
@@ -127,16 +127,19 @@ def drop_nulls(value: Any) -> Any:
     return [drop_nulls(each) for each in cast(list[Any], value)] if isinstance(value, list) else value
 
 
-def open_rows(path: Path) -> DatasetRows:
-    """Open a dataset, once per state of its file; raises ValueError if unreadable or empty."""
+def open_rows(path: Path, exact: tuple[str, ...] = ()) -> DatasetRows:
+    """Open a dataset, once per state of its file; raises ValueError if unreadable or empty.
+
+    exact: columns whose texts in a .csv file are compared with answers.
+    """
     try:
         state = path.stat()
     except OSError as error:
         raise ValueError(f"no such file: {path}") from error
-    return _open(path, state.st_mtime_ns, state.st_size)
+    return _open(path, exact, state.st_mtime_ns, state.st_size)
 
 
 @lru_cache(maxsize=8)
-def _open(path: Path, modified_ns: int, num_bytes: int) -> DatasetRows:
+def _open(path: Path, exact: tuple[str, ...], modified_ns: int, num_bytes: int) -> DatasetRows:
     del modified_ns, num_bytes
-    return JsonLinesRows(path) if path.suffix == ".jsonl" else TableRows(path)
+    return JsonLinesRows(path) if path.suffix == ".jsonl" else TableRows(path, exact)

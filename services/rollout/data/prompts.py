@@ -64,7 +64,7 @@ class DomainRows:
 
     def __init__(self, path: Path, config: DataConfig, tags: Sequence[str]) -> None:
         """Raises ValueError for an unreadable file, or a tag without rows."""
-        self.rows: DatasetRows = open_rows(path)
+        self.rows: DatasetRows = open_rows(path, exact=(config.ground_truth_key,))
         self._column = config.tag_key
         self._tag_of = {value: tag for tag in tags for value in config.tag_included.get(tag, (tag,))}
         self._only = tags[0] if len(tags) == 1 and not config.tag_included else None

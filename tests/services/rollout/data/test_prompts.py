@@ -10,7 +10,7 @@ import pytest
 from offbeat.services.errors import EpisodeError
 from offbeat.services.messages.types import EpisodeKind
 from offbeat.services.rollout.data.config import DataConfig
-from offbeat.services.rollout.data.prompts import Interleaving, PromptSource, count_validation
+from offbeat.services.rollout.data.prompts import DomainRows, Interleaving, PromptSource, count_validation
 
 TAGS = ("math", "code")
 
@@ -99,6 +99,14 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, prompt: str, proble
     with pytest.raises(EpisodeError, match=rf"bad.jsonl:3: {problem}") as caught:
         prompts.prompt(EpisodeKind.TRAIN, 1)
     assert caught.value.reason == "bad_row"
+
+
+@pytest.mark.parametrize(("cells", "truths"), [(["1.10", "2.5"], ["1.10", "2.5"]), (["NA", "12"], ["NA", "12"])])
+def test_ground_truth_of_a_csv_file_is_as_written(cells: list[str], truths: list[str], tmp_path: Path):
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt,ground_truth,weight\n" + "".join(f"p,{cell},0.50\n" for cell in cells))
+    rows = DomainRows(path, DataConfig(dataset_name=path), ["rlvr"]).rows
+    assert [(rows[i]["ground_truth"], rows[i]["weight"]) for i in range(2)] == [(truth, 0.5) for truth in truths]
 
 
 def test_a_prompt_that_only_begins_as_json_is_a_text(tmp_path: Path):
