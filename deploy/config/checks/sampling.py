@@ -27,6 +27,7 @@ OWN_ARGUMENTS = {
     },
 }
 """An engine's arguments that follow from other keys, with the key to set instead."""
+OVERRIDES = "overrides"
 
 
 def check_own_arguments(config: RunConfig) -> Iterator[ConfigIssue]:
@@ -38,9 +39,9 @@ def check_own_arguments(config: RunConfig) -> Iterator[ConfigIssue]:
             continue
         yield ConfigIssue(
             f"{ENGINE}.{name}",
-            f"overrides what follows from {key}: leave it out, or set that"
+            f"{OVERRIDES} what follows from {key}: leave it out, or set that"
             if key
-            else "overrides what Offbeat sets itself: leave it out",
+            else f"{OVERRIDES} what Offbeat sets itself: leave it out",
         )
 
 

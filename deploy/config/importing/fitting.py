@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from offbeat.deploy.config.checks.data import check_epochs
 from offbeat.deploy.config.checks.run import check_run
+from offbeat.deploy.config.checks.sampling import OVERRIDES, check_own_arguments
 from offbeat.deploy.config.checks.unused import check_unused
 from offbeat.deploy.config.devices import choose_devices, count_gpus
 from offbeat.deploy.config.errors import collect_issues
@@ -39,24 +40,25 @@ def fit(tree: Tree, reports: list[KeyReport]) -> tuple[list[KeyReport], list[Con
 
 
 def find_issues(tree: Tree) -> list[ConfigIssue]:
-    """Return refused keys and those without effect."""
+    """Return refused keys, those without effect, and arguments of engines that follow from other keys."""
     try:
         config = RunConfig.model_validate_json(json.dumps(tree))
     except ValidationError as error:
         return collect_issues(error, RunConfig)
-    return [issue for issue in check_unused(config) if _is_dropped(issue, tree)]
+    issues = (*check_unused(config), *check_own_arguments(config))
+    return [issue for issue in issues if _is_dropped(issue, tree)]
 
 
 def _is_dropped(issue: ConfigIssue, tree: Tree) -> bool:
     path = tuple(issue.path.split("."))
-    is_refused = issue.hint is not None or issue.message.startswith(NO_EFFECT)
+    is_refused = issue.hint is not None or issue.message.startswith((NO_EFFECT, OVERRIDES))
     return is_refused and get(tree, path, default=tree) is not tree
 
 
 def _report(reports: list[KeyReport], path: KeyPath, issue: ConfigIssue) -> list[KeyReport]:
     """Change the outcome of the keys below `path`."""
     status = "no effect" if issue.message.startswith(NO_EFFECT) else "no counterpart"
-    note = issue.message if status == "no effect" else "no such key here"
+    note = issue.message if issue.message.startswith((NO_EFFECT, OVERRIDES)) else "no such key here"
     return [
         replace(each, outcome=Outcome(status, note=note))
         if each.outcome.target is not None and each.outcome.target[: len(path)] == path

@@ -16,6 +16,7 @@ from offbeat.deploy.config.importing.rules import (
     Key,
     Rule,
     Tree,
+    become,
     get,
     get_table,
     missing,
@@ -279,6 +280,16 @@ def _server_argument(target: str) -> Rule:
     return lambda key: take(key) if _is_sglang(key.tree) else None
 
 
+def _server_context(key: Key) -> Outcome | None:
+    target = Key(tuple(f"{ENGINE}.max_model_len".split(".")), key.value, key.tree)
+    return (_context(target) or Outcome("renamed", target.path, key.value)) if _is_sglang(key.tree) else None
+
+
+def _server_cache(key: Key) -> Outcome | None:
+    take = become(f"{ENGINE}.enable_prefix_caching", lambda disabled: not disabled)
+    return take(key) if _is_sglang(key.tree) else None
+
+
 def _engine_argument(key: Key) -> Outcome | None:
     return None if _keeps_sglang(key.tree) else engine_argument(key)
 
@@ -303,6 +314,8 @@ ENGINES: tuple[tuple[str, Rule], ...] = (
     ("actor_infer.strategy_args.strategy_name", _engine),
     (f"{ENGINE}.mem_fraction_static", rename(f"{ENGINE}.gpu_memory_utilization")),
     (f"{ENGINE}.max_running_requests", _server_argument("max_num_seqs")),
+    (f"{ENGINE}.context_length", _server_context),
+    (f"{ENGINE}.disable_radix_cache", _server_cache),
     (f"{ENGINE}.grpc_mode", same("the server speaks HTTP", False)),
     (f"{ENGINE}.grpc_mode", missing("the server speaks HTTP")),
     (f"{ENGINE}.max_model_len", _context),

@@ -296,6 +296,15 @@ def test_sglang_stays_with_its_servers_arguments(tmp_path: Path):
     assert check_imported(trial) == [], "on CPUs vLLM samples, without the server's arguments"
 
 
+def test_sglangs_arguments_with_keys_of_their_own_are_taken_by_these(tmp_path: Path):
+    arguments = {"context_length": 32768, "disable_radix_cache": True, "random_seed": 3}
+    imported = import_roll(write_variant(tmp_path, sglang_role(**arguments)))
+    engine = validate_tree(imported.tree).actor_infer.engine
+    assert (engine.max_model_len, engine.enable_prefix_caching, engine.model_extra) == (32768, False, {})
+    statuses = {each.key[-1]: each.outcome.status for each in imported.keys if each.key and each.key[-1] in arguments}
+    assert statuses == {"context_length": "renamed", "disable_radix_cache": "value", "random_seed": "no counterpart"}
+
+
 def test_sglang_becomes_vllm_for_a_policy_with_image_input(tmp_path: Path):
     envs = yaml.safe_load((FILES / "config" / "traj_envs.yaml").read_text())["custom_env"]
     manager = "roll.pipeline.agentic.env_manager.vl_traj_env_manager.VLTrajEnvManager"

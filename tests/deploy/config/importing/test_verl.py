@@ -341,6 +341,19 @@ def test_what_becomes_of_a_key_without_a_counterpart(word: str, status: str, tmp
     assert statuses(reports)[word.partition("=")[0]] == status
 
 
+def test_arguments_of_vllm_that_follow_from_other_keys_are_left_out(tmp_path: Path):
+    """A run is refused them. What agrees with the policy stays."""
+    vllm = "+actor_rollout_ref.rollout.engine_kwargs.vllm"
+    arguments = f"{vllm}.seed=7 {vllm}.dtype=bfloat16 {vllm}.skip_tokenizer_init=true {vllm}.swap_space=1"
+    imported = import_verl(write(tmp_path, "run.sh", VERL.replace(" $@", f" {arguments}")))
+    assert imported.tree["actor_infer"]["strategy_args"]["strategy_config"].keys() == {"dtype", "swap_space"}
+    outcomes = {each.key[-1]: each.outcome for each in imported.keys if "engine_kwargs" in each.key}
+    assert {name: outcome.status for name, outcome in outcomes.items()} == {
+        "seed": "no counterpart", "dtype": "renamed", "skip_tokenizer_init": "no counterpart", "swap_space": "renamed",
+    }  # fmt: skip
+    assert outcomes["seed"].note == "overrides what follows from seed: leave it out, or set that"
+
+
 def test_arithmetic_of_a_script_is_calculated():
     script = (
         "prompt=$((1024 * 2))\nresponse=$((1024 * 8))\nn=$(((prompt + response) * 3 / 2))\n"
