@@ -53,7 +53,7 @@ def _load_rows(path: Path, question_key: str, answer_key: str, split: str, stamp
     for key, column in (("question_key", question_key), ("answer_key", answer_key)):
         if column not in table.column_names:
             raise ValueError(f"{key}: {path} has no column {column!r}; it has {', '.join(table.column_names)}")
-        if (missing := next((i for i, value in enumerate(table[column]) if value is None), None)) is not None:
+        if (missing := _first_null(table, column)) is not None:
             raise ValueError(f"{path} row {missing + 1}: {column!r} is missing: add it or remove the row")
     if split == "any":
         return Rows(path, table)
@@ -62,6 +62,12 @@ def _load_rows(path: Path, question_key: str, answer_key: str, split: str, stamp
     if not indices:
         raise ValueError(f"no row of {path} is in split {split!r}: set val_dataset_name or add rows")
     return Rows(path, table, indices)
+
+
+def _first_null(table: Any, column: str) -> int | None:
+    if not table.data.column(column).null_count:  # Arrow's count, which converts no value
+        return None
+    return next((i for i, value in enumerate(table[column]) if value is None), None)
 
 
 def read_table(path: Path, key: str = "dataset_name", exact: Collection[str] = ()) -> Any:
