@@ -143,7 +143,7 @@ class AgentServer:
 
 
 class LeftChildren:
-    """Child processes that episodes leave, one episode after the other."""
+    """Processes that episodes leave, one episode after the other."""
 
     def __init__(self) -> None:
         self._before: set[int] = set()
@@ -166,19 +166,35 @@ class LeftChildren:
 
 
 def children() -> set[int]:
-    """Return the child processes that run."""
-    pids: set[int] = set()
+    """Return the child processes that run, and those of the process group whose parent has ended."""
+    own: set[int] = set()
     for file in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has ended
-            pids.update(map(int, file.read_text().split()))
-    return {pid for pid in pids if runs(pid)}
+            own.update(map(int, file.read_text().split()))
+    group = group_members()
+    known = {os.getpid(), *own, *group}
+    status = {pid: read_status(pid) for pid in own | group}
+    return {pid for pid, (state, parent) in status.items() if state != "Z" and (pid in own or parent not in known)}
 
 
-def runs(pid: int) -> bool:
+def group_members() -> set[int]:
+    """Return the other processes of the process group that this process leads, if it does."""
+    members: set[int] = set()
+    if os.getpgrp() == os.getpid() and os.path.isdir("/proc/self"):
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):  # it has ended
+                if os.getpgid(int(name)) == os.getpid():
+                    members.add(int(name))
+    return members - {os.getpid()}
+
+
+def read_status(pid: int) -> tuple[str, int]:
+    """Return the state and the parent of a process, as a zombie if it has ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
     except OSError:
-        return False
+        return "Z", 0
+    return state, int(parent)
 
 
 def read_requests(source: Any, requests: Requests) -> None:

@@ -56,11 +56,23 @@ def raises_with_child(task):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
     raise KeyError(child.pid)
 
+def raises_with_orphan(task):
+    raise KeyError(start_orphan())
+
 helper = None
 
 def keeps_helper(task):
     global helper
     helper = helper or start()
+    return {"metrics": {"pid": os.getpid(), "helper": helper.pid}}
+
+def keeps_helper_that_starts_processes(task):
+    global helper
+    script = "while read line; do sleep 1000 & echo $!; done"
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    helper = helper or subprocess.Popen(["sh", "-c", script], **pipes)
+    print("start", file=helper.stdin, flush=True)
+    helper.stdout.readline()
     return {"metrics": {"pid": os.getpid(), "helper": helper.pid}}
 
 SERVER = "import socket, time; s = socket.create_server(('127.0.0.1', %d)); print(1, flush=True); time.sleep(1000)"
@@ -76,6 +88,13 @@ def leaves(task):
 
 async def leaves_in_coroutine(task):
     return leaves(task)
+
+def leaves_orphan(task):
+    return {"metrics": {"pid": os.getpid(), "child": start_orphan()}}
+
+def start_orphan():
+    shell = subprocess.run(["sh", "-c", "sleep 1000 >/dev/null & echo $!"], stdout=subprocess.PIPE)
+    return int(shell.stdout)
 
 def start():
     return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
@@ -180,18 +199,19 @@ async def test_what_an_agent_prints_does_not_reach_the_protocol(agents: Agents, 
     assert "more noise" in capfd.readouterr().err
 
 
-async def test_an_exception_leaves_the_process_unless_processes_were_started(agents: Agents):
+@pytest.mark.parametrize("function", ["raises_with_child", "raises_with_orphan"])
+async def test_an_exception_leaves_the_process_unless_processes_were_started(agents: Agents, function: str):
     pid = (await agents.run("reports")).metrics["pid"]
     error = await agents.fail("raises")
     assert (error.reason, "no tool" in str(error)) == ("agent_error", True)
     assert 'raise KeyError("no tool")' in error.trace
     assert (await agents.run("reports")).metrics["pid"] == pid
-    child = int(str(await agents.fail("raises_with_child")).rsplit(" ", 1)[1])
+    child = int(str(await agents.fail(function)).rsplit(" ", 1)[1])
     await wait_until(lambda: not is_alive(child))
     assert (await agents.run("reports")).metrics["pid"] != pid
 
 
-@pytest.mark.parametrize("function", ["leaves", "leaves_in_coroutine"])
+@pytest.mark.parametrize("function", ["leaves", "leaves_in_coroutine", "leaves_orphan"])
 async def test_an_agent_that_leaves_processes_again_and_again_is_replaced(agents: Agents, function: str):
     first, second, third = [(await agents.run(function)).metrics for _ in range(3)]
     assert first["pid"] == second["pid"] != third["pid"]
@@ -199,8 +219,9 @@ async def test_an_agent_that_leaves_processes_again_and_again_is_replaced(agents
     assert is_alive(int(third["child"]))
 
 
-async def test_a_helper_that_an_agent_keeps_stays_with_its_process(agents: Agents):
-    outcomes = [(await agents.run("keeps_helper")).metrics for _ in range(3)]
+@pytest.mark.parametrize("function", ["keeps_helper", "keeps_helper_that_starts_processes"])
+async def test_a_helper_that_an_agent_keeps_stays_with_its_process(agents: Agents, function: str):
+    outcomes = [(await agents.run(function)).metrics for _ in range(3)]
     assert outcomes[0] == outcomes[1] == outcomes[2]
 
 
