@@ -106,29 +106,37 @@ class RedisLearnerBuffer:
             numbers = [number + 1 for _, batch in proof.saved for number in batch]
             num_known = len(numbers)
             next_number = max([proof.next_number, *numbers, *(number + 1 for number in self._held)])
-            packed = msgpack.packb(
-                {
-                    "known": max(proof.incarnation, self._known.number),
-                    "saved": [(step, list(batch)) for step, batch in proof.saved],
-                    "entries": list(proof.entry_ids),
-                    "step": proof.step,
-                    "trained": proof.num_trained,
-                    "held": [(n, version, *self._refilled.get(n, (0, ""))) for n, version in self._held.items()],
-                    "next": next_number or proof.num_trained,
-                    "all_known": num_known >= proof.num_trained,
-                    "changes": self._changes,
-                    "limits": [str(part) for part in limit_fields(self._limits)] if self._limits else [],
-                    "life": proof.newest_event_ms,
-                }
-            )
-            arguments = (self._epoch, self._known.uid, secrets.token_hex(4), cast(bytes, packed))
-            incarnation, is_new, added, corrected, entries = self._reconcile_as_holder(*arguments)
+            fields = {
+                "known": max(proof.incarnation, self._known.number),
+                "entries": list(proof.entry_ids),
+                "step": proof.step,
+                "trained": proof.num_trained,
+                "held": [(n, version, *self._refilled.get(n, (0, ""))) for n, version in self._held.items()],
+                "next": next_number or proof.num_trained,
+                "all_known": num_known >= proof.num_trained,
+                "changes": self._changes,
+                "limits": [str(part) for part in limit_fields(self._limits)] if self._limits else [],
+                "life": proof.newest_event_ms,
+            }
+            incarnation, is_new, added, corrected, entries = self._reconcile_from_lowest(proof, fields)
             self._known.set(incarnation.decode())
             self._prefetched.clear()
             self._out_of_order.clear()
             self._last = "0-0"
             self._entries = {int(entries[i]): entries[i + 1].decode() for i in range(0, len(entries), 2)}
         return Reconciled(number_of(incarnation.decode()), bool(is_new), int(added), int(corrected))
+
+    def _reconcile_from_lowest(self, proof: Proof, fields: dict[str, Any]) -> Any:
+        """Send the trained groups that Redis may hold, as it would block for long over a whole history."""
+        lowest, nonce = 1 << 53, secrets.token_hex(4)
+        while True:
+            rows = ((step, [number for number in batch if number >= lowest]) for step, batch in proof.saved)
+            saved = [row for row in rows if row[1]]
+            packed = cast(bytes, msgpack.packb({**fields, "saved": saved, "lowest": lowest}))
+            reply = self._reconcile_as_holder(self._epoch, self._known.uid, nonce, packed)
+            if not isinstance(reply, int):
+                return reply
+            lowest = reply
 
     def _reconcile_as_holder(self, *arguments: Argument) -> Any:
         self._reclaim()

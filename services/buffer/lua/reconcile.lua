@@ -2,7 +2,8 @@
 --
 -- ARGV     1 epoch, 2 uid of the run, 3 nonce, 4 msgpack of
 --          known     greatest incarnation number that the learner or its journal has seen
---          saved     {{step, {number, ...}}, ...}: groups of each step that the newest durable checkpoint contains
+--          saved     {{step, {number, ...}}, ...}: groups of each step that the newest durable checkpoint contains, from `lowest` on
+--          lowest    number below which Redis holds no group, as this script has answered
 --          entries   entry ids that it contains, where `saved` does not list them
 --          step      step of that checkpoint
 --          trained   how many groups that checkpoint contains; steps of another run, whose numbers `saved` lacks, included
@@ -14,7 +15,8 @@
 --          limits    {field, value, ...}, for a Redis that has none
 --          life      milliseconds of the newest event that was copied
 -- Returns  {incarnation, 1 if it is new, groups added (Redis had lost them and their numbers) or, negative, given up, groups
---          corrected, {number, entry id, ...} of held groups}; FENCED, FOREIGN
+--          corrected, {number, entry id, ...} of held groups}; FENCED, FOREIGN; or, with nothing changed, the lowest number of the
+--          groups that are in the stream, played or unknown, if that is below `lowest`
 -- Invariants  afterwards no saved group is in the stream, played or queued; each held one is in the stream, without blobs if
 --          they are lost (a successor drops it as `lost`); groups that the checkpoint's steps have refilled are dropped, and of
 --          others those that this learner has refilled stay so; numbers that nobody knows are dropped as `lost`; trained is
@@ -40,9 +42,14 @@ local function restore_limits()
   end
 end
 
-local corrected = 0
+local corrected, counts = 0, {admitted = 0, submitted = 0, trained = 0}
 local function count(...)
-  for _, field in ipairs({...}) do redis.call('HINCRBY', LEDGER, field, 1) end
+  for _, field in ipairs({...}) do counts[field] = counts[field] + 1 end
+end
+local function write_counts()
+  for field, number in pairs(counts) do
+    if number > 0 then redis.call('HINCRBY', LEDGER, field, number) end
+  end
 end
 
 -- Ids of events grow with the server's clock, and a promoted replica's may be behind.
@@ -57,11 +64,18 @@ end
 
 local streamed, next_number = {}, tonumber(redis.call('HGET', LEDGER, 'next') or 0)
 for _, entry in ipairs(redis.call('XRANGE', STREAM, '-', '+')) do streamed[tonumber(entry[2][2])] = entry end
-local first_new = next_number
+local first_new, lowest, playing = next_number, next_number, {}
+for number in pairs(streamed) do lowest = math.min(lowest, number) end
+for _, number in ipairs(redis.call('ZRANGE', ASSEMBLING, 0, -1)) do
+  playing[tonumber(number)] = true
+  lowest = math.min(lowest, tonumber(number))
+end
+if lowest < proof.lowest then return lowest end
 
 -- Take a group out of assembly; true if it was there.
 local function stop_assembly(number)
-  if not redis.call('ZSCORE', ASSEMBLING, number) then return false end
+  if not playing[number] then return false end
+  playing[number] = nil
   local unit = 't:' .. number
   vacate(unit, tonumber(redis.call('HGET', meta_key(unit), 'members')))
   redis.call('DEL', meta_key(unit), blobs_key(unit))
@@ -175,6 +189,7 @@ for number = first_new, (proof.all_known and proof.next or 0) - 1 do
     corrected = corrected + 1
   end
 end
+write_counts()
 if proof.next > next_number then redis.call('HSET', LEDGER, 'next', proof.next) end
 
 local missing = proof.trained - (redis.call('HGET', LEDGER, 'trained') or 0)
