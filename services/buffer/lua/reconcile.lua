@@ -21,8 +21,8 @@
 --          they are lost (a successor drops it as `lost`); groups that the checkpoint's steps have refilled are dropped, and of
 --          others those that this learner has refilled stay so; numbers that nobody knows are dropped as `lost`; trained is
 --          what the checkpoint says; the identity of the ledger holds, and events tell of every correction. If groups past
---          the checkpoint were acknowledged, weights after its step are of a lineage that did not survive: progress returns to
---          it, their manifests go, and groups in flight that were sampled by them are dropped. Repeating it changes nothing.
+--          the checkpoint were acknowledged, weights after its step are of a lineage that did not survive: progress starts
+--          anew with it, their manifests go, and groups in flight that they sampled are dropped. Repeating it changes nothing.
 local epoch, uid, nonce, proof = ARGV[1], ARGV[2], ARGV[3], cmsgpack.unpack(ARGV[4])
 if is_fenced(epoch) then return fenced_reply(epoch) end
 local owner = owner_uid()
@@ -148,16 +148,19 @@ end
 
 local function rewind()
   if tonumber(redis.call('HGET', PROGRESS, 'step') or -1) <= proof.step then return end
-  redis.call('HSET', PROGRESS, 'version', proof.step, 'step', proof.step)
   redis.call('DEL', MANIFESTS)
+  if not read_limits().temperature then -- rows are sampled by no weights
+    redis.call('HSET', PROGRESS, 'version', proof.step, 'step', proof.step)
+    return
+  end
+  redis.call('DEL', PROGRESS) -- nothing is claimed before the checkpoint's weights are announced
   local sampled = {}
   for number, entry in pairs(streamed) do
     if not touched[number] and entry[2][6] ~= '' and tonumber(entry[2][4]) > proof.step then sampled[#sampled + 1] = number end
   end
   table.sort(sampled)
   for _, number in ipairs(sampled) do drop_streamed(number, 'rewound') end
-  if not read_limits().temperature then return end -- rows are sampled by no weights
-  for _, number in ipairs(redis.call('ZRANGEBYSCORE', ASSEMBLING, '(' .. proof.step, '+inf')) do
+  for _, number in ipairs(redis.call('ZRANGE', ASSEMBLING, 0, -1)) do
     local unit = 't:' .. number
     end_group(unit, tonumber(redis.call('HGET', meta_key(unit), 'members')), 'dropped', 'rewound')
     corrected = corrected + 1
