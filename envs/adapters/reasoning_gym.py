@@ -113,7 +113,9 @@ class ReasoningGymEnv(TextEnv):
             case {"error": error}:
                 if config.dataset not in _warned_of:
                     _warned_of.add(config.dataset)
-                    text = "reasoning_gym: scorer of %r failed for the answer %r, worth 0: %s (logged once per data set)"
+                    text = (
+                        "reasoning_gym: scorer of %r failed for the answer %r, worth 0: %s (logged once per data set)"
+                    )
                     logger.warning(text, config.dataset, answer[:100], error)
                 return 0.0
             case _:
