@@ -240,7 +240,11 @@ def write_config(folder: Path, text: str) -> None:
     part = folder / CONFIG_PART
     part.touch(mode=0o600)
     part.chmod(0o600)
-    part.write_text(text)
+    try:
+        part.write_text(text)
+    except OSError:
+        part.unlink()
+        raise
     part.replace(folder / CONFIG)
 
 

@@ -111,7 +111,7 @@ def _check_counters(evidence: Evidence, result: Audit) -> Iterator[str]:
     pairs = {
         "admitted": (counters.admitted, len(result.groups) + elsewhere),
         TRAINED: (counters.trained, result.count(TRAINED) + elsewhere),
-        DROPPED: (sum(counters.dropped.values()), result.count(DROPPED)),
+        DROPPED: (sum(counters.dropped.values()) - counters.refilled, result.count(DROPPED)),
         FAILED: (sum(counters.failed.values()), result.count(FAILED)),
     }
     for name, (counted, listed) in pairs.items():

@@ -59,6 +59,7 @@ from offbeat.services.control.rights import UNRESTRICTED, Rights
 from offbeat.services.control.run import BusyError, ForeignRecordError, RunRecord, RunSpec
 from offbeat.services.control.schemas import ProblemView
 from offbeat.services.control.service import InvalidRunError, NotAllowedError
+from offbeat.services.durable_files import FULL_DISK
 from offbeat.services.errors import ControlError
 from offbeat.services.generation.config import app_name
 from offbeat.services.live_settings import LIVE_SETTINGS, Settings
@@ -364,7 +365,12 @@ def claim_folder(config: RunConfig, claim: str) -> None:
     if not is_claimed:
         run_folder.claim(config.output_dir, config.exp_name, resume=bool(config.resume_from_checkpoint))
         run_folder.make_private(config.output_dir)
-    run_folder.write_config(config.output_dir, dump_yaml(config))
+    try:
+        run_folder.write_config(config.output_dir, dump_yaml(config))
+    except OSError as error:
+        if not is_claimed or error.errno not in FULL_DISK:
+            raise
+        logger.warning("config.yaml stays as it was: %s", error)  # the learner waits for room
     if not is_claimed:
         (config.output_dir / CLAIM_FILE).write_text(claim)
 

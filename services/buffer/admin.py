@@ -91,6 +91,7 @@ def snapshot_from(reply: Sequence[Any]) -> Snapshot:
         dropped=_count_by_reason(ledger, "dropped"),
         failed=_count_by_reason(ledger, "failed"),
         in_flight=playing + streamed,
+        refilled=reply[13],
     )
     return Snapshot(
         counters=counters,

@@ -103,6 +103,8 @@ class Counters:
     dropped: dict[str, int]
     failed: dict[str, int]
     in_flight: int
+    refilled: int = 0
+    """Dropped ones that a learner which repeats their step would take again; their events come with its checkpoint."""
 
 
 class Admission(StrEnum):

@@ -18,7 +18,7 @@ from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, TimeoutError
 
-from offbeat.services.errors import RetryableError
+from offbeat.services.errors import RetryableError, RewoundError
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.engine import TenantEngine
 from offbeat.services.generation.replica import GenerationReplica
@@ -141,6 +141,12 @@ class Tenancy:
             await self._subscriber.retire(self._replica_id)
         await self._redis.aclose()
         self._pulls.close()
+
+    @property
+    def has_rewound(self) -> bool:
+        """Whether the served version is of a lineage that did not survive."""
+        ended = [task for task in self._tasks if task.done() and not task.cancelled()]
+        return any(isinstance(getattr(task.exception(), "__cause__", None), RewoundError) for task in ended)
 
     async def check(self) -> None:
         """Raise the error that requires replacement."""

@@ -38,6 +38,11 @@ class _Stay:
     tenancy: Tenancy | None = None
     task: asyncio.Task[None] | None = None
 
+    @property
+    def begins_anew(self) -> bool:
+        """Whether it has to end and begin again: its run went back; the engine and other runs stay."""
+        return self.task is not None and self.tenancy is not None and self.tenancy.has_rewound
+
 
 class Tenants:
     def __init__(
@@ -102,7 +107,7 @@ class Tenants:
         for stay in list(self._stays.values()):
             if stay.task is not None and stay.task.done():
                 stay.task.result()
-            if stay.tenancy is not None:
+            if stay.tenancy is not None and not stay.begins_anew:
                 await stay.tenancy.check()
 
     async def _read_claims(self, redis: Redis) -> None:
@@ -128,7 +133,7 @@ class Tenants:
             if stay.task is not None and stay.task.done() and stay.has_left.is_set():
                 stay.task.result()
                 del self._stays[run_id]
-            elif wanted.get(run_id) != stay.tenant:
+            elif wanted.get(run_id) != stay.tenant or stay.begins_anew:
                 stay.has_left.set()
         for run_id, tenant in wanted.items():
             if run_id not in self._stays and len(self._stays) < self._max_runs:

@@ -189,7 +189,7 @@ class Learner:
         result = self._buffer.reconcile(self._prove())
         self._newest_version = newest = self._buffer.newest_version()
         self._ledger.write_resumed(self._step, result.num_added, result.incarnation, newest_version=newest)
-        if self._is_new_lineage:
+        if self._is_new_lineage or result.num_added < 0:  # of checkpoints that are given up
             self._evaluations.discard_after(self._step)
         self._evaluations.restart()
         self._curriculum.publish()

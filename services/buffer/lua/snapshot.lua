@@ -2,7 +2,7 @@
 --
 -- Returns  {ledger, limits, progress (each flat), active groups, groups in the stream that are not refilled, of those delivered,
 --          queued training episodes, queued evaluation episodes, unreadable blobs kept, observed clock,
---          {worker, last heartbeat, episodes, ...}, epoch, what limits admission}
+--          {worker, last heartbeat, episodes, ...}, epoch, what limits admission, refilled groups in the stream}
 local pending = 0
 if redis.call('EXISTS', STREAM) == 1 then pending = redis.call('XPENDING', STREAM, LEARNER)[1] end
 local refilled = redis.call('HLEN', REFILLED)
@@ -17,5 +17,5 @@ return {
   redis.call('HGETALL', LEDGER), redis.call('HGETALL', LIMITS), redis.call('HGETALL', PROGRESS),
   redis.call('ZCARD', ASSEMBLING), redis.call('XLEN', STREAM) - refilled, math.max(pending - refilled, 0),
   redis.call('LLEN', QUEUE_TRAIN), redis.call('LLEN', QUEUE_EVAL), redis.call('LLEN', QUARANTINE),
-  redis.call('HGET', LEDGER, 'clock') or '0', workers, redis.call('GET', EPOCH) or '0', admission,
+  redis.call('HGET', LEDGER, 'clock') or '0', workers, redis.call('GET', EPOCH) or '0', admission, refilled,
 }

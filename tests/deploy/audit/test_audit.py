@@ -58,6 +58,11 @@ JOURNAL = [ResumedLine(0, 1, 0), step(1, 0), step(2, 2), step(3, 3)]
 GOOD = Evidence(EVENTS, JOURNAL, {2: ""}, Counters(6, 5, 2, {"stale": 1}, {"step_timeout": 1}, 2), 1, 9)
 
 
+def test_groups_that_are_refilled_before_their_checkpoint_have_no_event():
+    counters = Counters(6, 5, 2, {"stale": 1, "no_signal": 1}, {"step_timeout": 1}, 1, refilled=1)
+    assert audit(replace(GOOD, counters=counters)).findings == []
+
+
 def test_a_step_of_a_build_that_recorded_no_refilled_groups_may_be_repeated():
     earlier = [*JOURNAL[:-1], replace(step(3, 3), refilled=None), ResumedLine(2, 2, 0)]
     found = audit(replace(GOOD, journal=[*earlier, replace(step(3, 3, epoch=2), refilled=(4,))]))

@@ -1,4 +1,7 @@
+import errno
 from pathlib import Path
+
+import pytest
 
 from offbeat.deploy.cluster.run_factory import claim_folder
 from offbeat.deploy.config.loader import compose_tree, load_run, validate_tree
@@ -47,3 +50,21 @@ def test_a_resume_with_other_keys_writes_its_configuration(tmp_path: Path):
     assert load_run(folder / "config.yaml").max_steps == 9
     assert (folder / "config.yaml").stat().st_mode & 0o777 == 0o600
     assert sorted(path.name for path in folder.iterdir()) == [".claim", ".offbeat-run", "checkpoints", "config.yaml"]
+
+
+def test_a_full_disk_leaves_the_configuration_of_a_resumed_run_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The learner waits for room; a first start has no configuration to fall back on."""
+    folder = tmp_path / "run"
+    claim_folder(run_config(folder, "max_steps=7"), "first")
+
+    def write_nothing(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_text", write_nothing)
+        claim_folder(run_config(folder, "max_steps=9", "resume_from_checkpoint=true"), "first")
+        with pytest.raises(OSError, match="No space left"):
+            claim_folder(run_config(tmp_path / "other"), "second")
+    assert load_run(folder / "config.yaml").max_steps == 7

@@ -52,10 +52,11 @@ async def test_another_group_starts_in_place_of_a_refilled_one(synchronous: Run)
 async def test_a_refilled_group_is_dropped_with_the_checkpoint_of_its_step(synchronous: Run):
     refilled, *trained = await refill_first(synchronous)
     counters = synchronous.learner.counters()
-    assert (counters.dropped, counters.in_flight) == ({"no_signal": 1}, 2)
+    assert (counters.dropped, counters.in_flight, counters.refilled) == ({"no_signal": 1}, 2, 1)
     assert synchronous.learner.ack([group.entry_id for group in trained], 1) == 2
     counters = synchronous.learner.counters()
     assert (counters.trained, counters.dropped, counters.in_flight) == (2, {"no_signal": 1}, 0)
+    assert counters.refilled == 0
     assert synchronous.keys_left("blobs") == synchronous.keys_left("refilled") == []
     assert synchronous.learner.ack([refilled.entry_id], 1) == 0
     life = await synchronous.watch.life()

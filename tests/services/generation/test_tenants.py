@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 from redis.asyncio import Redis
 
-from offbeat.services.errors import GenerationError
+from offbeat.services.errors import GenerationError, RewoundError
 from offbeat.services.generation.config import EngineStrategy, GenerationConfig, VllmConfig
 from offbeat.services.generation.tenancy import APP
 from offbeat.services.generation.tenants import Tenants
@@ -87,6 +87,25 @@ async def test_runs_come_and_go_without_disturbing_another_one(async_redis: Redi
         assert (await tenants.find("two")).tenant.start == "5.0/2"
         assert await tenants.find("three") is three
         await wait_until(lambda: is_reported(async_redis, "three"))
+
+
+async def test_a_run_that_went_back_begins_anew_without_disturbing_another_one(async_redis: Redis, redis_url: str):
+    engine = Engine()
+
+    async def meet_an_earlier_version(*_: object) -> None:
+        raise RewoundError("version 4 did not survive: the run continues from version 2")
+
+    async with tenants_of(async_redis, redis_url, engine, 2) as tenants:
+        await claim(async_redis, "one", "two")
+        one, two = await tenants.find("one"), await tenants.find("two")
+        one._subscriber.wait_newer = meet_an_earlier_version
+        one._tasks.append(asyncio.create_task(one.replica.follow()))  # as if the next announcement came
+        await wait_until(lambda: one.has_rewound)
+        await tenants.check()
+        await wait_until(lambda: engine.released == engine.salts[:1])
+        assert await tenants.find("one") is not one
+        assert await tenants.find("two") is two
+        await tenants.check()
 
 
 async def test_no_more_runs_are_served_than_there_is_room(async_redis: Redis, redis_url: str):

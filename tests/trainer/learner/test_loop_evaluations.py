@@ -1,6 +1,8 @@
 """Evaluations before, during and after training, which continue beside it."""
 
 import itertools
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,24 @@ def test_an_evaluation_during_training_does_not_stop_it(tmp_path: Path) -> None:
     assert len(trainer.history) == 6
     assert [eval_id for eval_id, *_ in harness.buffer.started] == ["during-sampled-2", "during-sampled-4"]
     assert not harness.sink.of("eval")
+
+
+def test_evaluations_of_checkpoints_that_are_given_up_are_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their episodes ask for weights that did not survive."""
+    harness = LearnerHarness(tmp_path, learner_config(eval_steps=2, save_steps=2))
+    learner, trainer = harness.learner(should_stop=lambda: len(trainer.history) == 5)
+    learner.run()
+    for step in (4, 5):
+        shutil.rmtree(tmp_path / "checkpoints" / f"step-{step:06d}", ignore_errors=True)
+    reconcile = harness.buffer.reconcile
+    monkeypatch.setattr(harness.buffer, "reconcile", lambda proof: replace(reconcile(proof), num_added=-1))
+    harness.buffer.started.clear()
+    finish_evaluations(harness)
+    successor, _ = harness.learner()
+    assert successor.run()
+    assert [eval_id for eval_id, *_ in harness.buffer.started] == ["during-sampled-2", "during-sampled-4"]
 
 
 def test_a_successor_collects_queued_evaluations_without_repeats(tmp_path: Path) -> None:
