@@ -62,10 +62,12 @@ def test_evaluations_of_checkpoints_that_are_given_up_are_begun_anew(
     reconcile = harness.buffer.reconcile
     monkeypatch.setattr(harness.buffer, "reconcile", lambda proof: replace(reconcile(proof), num_added=-1))
     harness.buffer.started.clear()
+    successor, trainer = harness.learner(should_stop=lambda: len(trainer.history) == 3)
+    successor.run()
+    assert [eval_id for eval_id, *_ in harness.buffer.started] == ["during-sampled-2"]
     finish_evaluations(harness)
-    successor, _ = harness.learner()
-    assert successor.run()
-    assert [eval_id for eval_id, *_ in harness.buffer.started] == ["during-sampled-2", "during-sampled-4"]
+    assert harness.learner()[0].run()
+    assert [record.step for record in harness.sink.of("eval")] == [2, 4]
 
 
 def test_a_successor_collects_queued_evaluations_without_repeats(tmp_path: Path) -> None:
