@@ -54,9 +54,10 @@ def build(sessions: Sessions) -> FastAPI:
         ("/v1/messages/count_tokens", _count_tokens),
         ("/env/step", _step),
     ):
-        app.add_api_route(path, _with_session(sessions, handler), methods=["POST"])
+        # a route of Starlette's: FastAPI's would look for dependencies in each call
+        app.add_route(path, _with_session(sessions, handler), ["POST"])
     for path, handler in (("/v1/models", _models), ("/env", _task)):
-        app.add_api_route(path, _with_session(sessions, handler), methods=["GET"])
+        app.add_route(path, _with_session(sessions, handler), ["GET"])
     return app
 
 
