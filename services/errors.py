@@ -60,11 +60,16 @@ class ControlError(MeshError):
 class EpisodeError(RolloutError):
     """Episode without trajectory.
 
-    reason: name to count by (`step_timeout`). trace: another process's traceback.
+    reason: name to count by (`step_timeout`). trace: another process's traceback. Lone surrogates are escaped.
     """
 
     def __init__(self, reason: str, detail: str = "", trace: str = "") -> None:
-        super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
-        self.detail = detail
-        self.trace = trace
+        self.detail = escape_surrogates(detail)
+        self.trace = escape_surrogates(trace)
+        super().__init__(f"{reason}: {self.detail}" if detail else reason)
+
+
+def escape_surrogates(text: str) -> str:
+    """Escape lone surrogates, which UTF-8 can't encode."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -29,7 +29,7 @@ def configure_logging(service: str, log_dir: Path | None, level: int = logging.I
         handler = logging.StreamHandler(sys.stderr)
     else:
         log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handler = logging.FileHandler(log_dir / f"{service}.log")
+        handler = logging.FileHandler(log_dir / f"{service}.log", errors="backslashreplace")
     handler.setFormatter(make_formatter(service))
     logging.basicConfig(level=level, handlers=[handler], force=True)
 

@@ -27,4 +27,3 @@ class RewardError(EpisodeError):
     def __init__(self, failure: Failure, detail: str, trace: str = "") -> None:
         super().__init__(failure.value, detail, trace)
         self.failure = failure
-        self.detail = detail

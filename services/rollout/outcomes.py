@@ -5,9 +5,10 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from offbeat.services.errors import EpisodeError
+from offbeat.services.errors import EpisodeError, escape_surrogates
 from offbeat.services.reward.errors import RewardError
 from offbeat.services.rollout.data.source import BAD_ROW, DATASET_KEY
+from offbeat.services.rollout.tasks import BAD_TASK, SAMPLER_KEY
 
 REWARDS_KEY = "rewards"
 
@@ -34,7 +35,8 @@ class EpisodeOutcomes:
             return
         self._num_failed += 1
         self._recent.append(False)
-        self._last = {"key": key, "error": str(error), "trace": _trace(error)[-MAX_TRACE_CHARS:]}
+        last = {"key": key, "error": str(error), "trace": _trace(error)[-MAX_TRACE_CHARS:]}
+        self._last = {name: escape_surrogates(text) for name, text in last.items()}
 
     def report(self) -> Mapping[str, Any]:
         """Return counts, also of the last `WINDOW`, the `limit` of failures, and the last failure."""
@@ -52,6 +54,8 @@ def key_of(error: Exception, tag: str) -> str:
     """Return the configuration key that may fix a failure."""
     if isinstance(error, EpisodeError) and error.reason == BAD_ROW:
         return DATASET_KEY
+    if isinstance(error, EpisodeError) and error.reason == BAD_TASK:
+        return SAMPLER_KEY
     return REWARDS_KEY if isinstance(error, RewardError) else f"custom_envs.{tag}"
 
 

@@ -90,8 +90,8 @@ async def test_each_task_has_fields_of_its_own(folder: Path):
 def test_without_the_variable_lines_are_text(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(LOG_FORMAT_VARIABLE)
     configure_logging("worker", folder)
-    logger.info("plain")
-    assert (folder / "worker.log").read_text().endswith(" INFO    offbeat.test: plain\n")
+    logger.info("plain \ud83d")
+    assert (folder / "worker.log").read_text().endswith(" INFO    offbeat.test: plain \\ud83d\n")
 
 
 async def test_text_of_a_task_names_its_run_once(folder: Path, monkeypatch: pytest.MonkeyPatch):

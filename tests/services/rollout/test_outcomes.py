@@ -1,3 +1,8 @@
+import json
+
+import pytest
+
+from offbeat.services.control.failing_episodes import FailingEpisodes
 from offbeat.services.errors import EpisodeError
 from offbeat.services.rollout.outcomes import WINDOW, EpisodeOutcomes
 
@@ -26,6 +31,19 @@ def test_traceback_of_another_process_is_kept():
     outcomes = EpisodeOutcomes(group_size=2)
     outcomes.failed("custom_envs.Hills", EpisodeError("step_error", "no slope", "Traceback of the child"))
     assert outcomes.report()["trace"] == "Traceback of the child"
+
+
+TEXT = "unknown word \ud83d"
+
+
+@pytest.mark.parametrize("error", [ValueError(TEXT), EpisodeError("step_error", TEXT, TEXT)])
+def test_half_a_surrogate_pair_in_a_message_is_escaped(error: Exception):
+    """Redis and the REST API encode it as UTF-8."""
+    outcomes = EpisodeOutcomes(group_size=2)
+    outcomes.failed("custom_envs.Words", error)
+    report = json.loads(json.dumps({"at": 1.0, "episodes": outcomes.report()}))
+    text = FailingEpisodes.of([report], since=0.0).describe_all().encode().decode()
+    assert text.count("unknown word \\ud83d") == 2
 
 
 def test_failures_of_generation_are_not_counted():

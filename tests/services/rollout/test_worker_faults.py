@@ -7,6 +7,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from offbeat.services.errors import BufferError, RetryableError
+from offbeat.services.messages.codec import decode_trajectory, encode_trajectory
 from offbeat.services.messages.types import (
     EpisodeKind,
     EpisodeTask,
@@ -59,7 +60,8 @@ async def test_a_crashed_env_process_fails_its_episode_alone(bench, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("execution", "how", "reason"), [("inline", "raise", "step_error"), ("process", "crash", "env_crashed")]
+    ("execution", "how", "reason"),
+    [("inline", "raise", "step_error"), ("inline", "surrogate", "step_error"), ("process", "crash", "env_crashed")],
 )
 async def test_an_error_of_the_env_ends_the_episode_with_the_rules_reward(bench, execution: str, how: str, reason: str):
     """The rewards and tokens of earlier steps stay; a failing episode is trained, not repeated until it passes."""
@@ -73,6 +75,7 @@ async def test_an_error_of_the_env_ends_the_episode_with_the_rules_reward(bench,
         assert all(trajectory.segments[0].loss_mask[turn.start : turn.end].all() for turn in trajectory.turns)
         assert (trajectory.metrics["ended_by_error"], trajectory.metrics["success"]) == (1.0, 0.0)
         assert trajectory.error.startswith(f"{reason}: ")
+        assert decode_trajectory(encode_trajectory(trajectory)).error == trajectory.error
     counts = merge_all(record.values for record in b.metrics.records if record.labels.get("tag") == "Bad")
     assert counts[f"error/{reason}"].value == counts["stop/error"].value == 2.0
 
