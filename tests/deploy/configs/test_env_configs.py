@@ -4,6 +4,8 @@ import pytest
 
 from offbeat.deploy.config.loader import load_run
 from offbeat.deploy.report.baselines import run_baselines
+from offbeat.services.rollout.config import CustomEnv
+from tests.fakes_rollout import HERE
 from tests.paths import CONFIGS
 
 
@@ -17,5 +19,10 @@ def test_sokoban_is_compared_with_a_random_a_scripted_and_the_best_player():
     assert 0 < found["random"] < found["scripted"] <= found["optimal"] == 1
 
 
-def test_an_env_without_baselines_has_none():
-    assert run_baselines(load_run(CONFIGS / "webshop.yaml", ["final_val_batch_size=2"])) == {}
+def test_an_env_without_baselines_has_none_and_is_not_made():
+    """What it needs may have ended with the run."""
+    config = load_run(CONFIGS / "sokoban.yaml")
+    unmade = CustomEnv(env_type=f"{HERE}BadEnv", env_config={"how": "raise", "when": "make"})
+    managers = {"val_env_manager": config.val_env_manager.model_copy(update={"tags": ()})}
+    mixed = {"custom_envs": {**config.custom_envs, "Unmade": unmade}, **managers}
+    assert run_baselines(config.model_copy(update=mixed)) == {}
