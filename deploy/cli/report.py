@@ -25,6 +25,7 @@ from offbeat.services.keys import RunKeys
 from offbeat.services.redis.connection import connect
 from offbeat.services.redis.server import EmbeddedRedis
 from offbeat.services.telemetry import RedisMetrics
+from offbeat.trainer.trackers.metrics_file import METRICS_FILE, read_metrics
 
 PAGE = 5000
 REDIS_TIMEOUT_S = 3.0
@@ -36,7 +37,7 @@ def remake_report(run: str, redis_url: str | None = None) -> int:
         folder = find_folder(run)
         config = load_config(folder / CONFIG, needs_env=False).model_copy(update={"output_dir": folder})
         with _redis_of(folder, config, redis_url) as redis:
-            history, counters = read_history(redis, config.exp_name)
+            history, counters = read_history(redis, config.exp_name, folder)
             ended_at = _ended_at(redis, config.exp_name)
     except (AuditError, ConfigError, MeshError, RedisError) as error:
         print(f"offbeat: {error}", file=sys.stderr)  # noqa: T201
@@ -54,9 +55,12 @@ def remake_report(run: str, redis_url: str | None = None) -> int:
     return 0
 
 
-def read_history(redis: Redis, run_id: str) -> tuple[RunHistory, CountersView]:
-    """Read metric records and the buffer's counters; raises `MeshError` for an unknown run."""
+def read_history(redis: Redis, run_id: str, folder: Path) -> tuple[RunHistory, CountersView]:
+    """Read metric records, of which Redis has the newest, and the buffer's counters; raises `MeshError` for an unknown
+    run.
+    """
     history = RunHistory()
+    history.add(read_metrics(folder / METRICS_FILE))
     counters = update_history(redis, run_id, history)
     if not history.attempts:  # only `offbeat train` records them
         history.attempts = _attempts(redis, run_id)

@@ -41,6 +41,7 @@ from offbeat.services.ports import find_port_problem
 from offbeat.services.redis.connection import connect
 from offbeat.services.redis.errors import retryable
 from offbeat.services.telemetry import configure_logging
+from offbeat.trainer.trackers.metrics_file import METRICS_FILE, read_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -161,6 +162,7 @@ class TrainCommand:
             await asyncio.wait({task, interrupt}, timeout=1.0)
 
     async def _run_to_its_end(self) -> None:
+        await asyncio.to_thread(self._history.add, read_metrics(self._config.output_dir / METRICS_FILE))
         self._view.print("Starting Redis, Ray, the learner and the services ...")
         # Beside the watch: who asks a service whose Redis is gone waits for its answer
         view = await run_beside(self._start_and_watch(), [self._mesh.supervise()])

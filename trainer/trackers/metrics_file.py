@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.services.jsonl import LinesFile, last_lines
-from offbeat.services.telemetry import MetricRecord
+from offbeat.services.metric_registry import current_names
+from offbeat.services.telemetry import MetricRecord, Partial
 from offbeat.services.text_samples import sample_to_row
 
 METRICS_FILE = "metrics.jsonl"
@@ -21,7 +22,9 @@ CHUNK_BYTES = 1 << 18
 
 
 class MetricsFile:
-    """JSON lines: id, time, source, step, labels, values (null if not finite), and at logged steps samples."""
+    """JSON lines: id, time, source, step, labels, values (null if not finite), parts (a mean's count, or another value's
+    kind), and at logged steps samples.
+    """
 
     def __init__(self, path: Path) -> None:
         self._lines = LinesFile(path)  # first: it removes a cut last line, which must be written again
@@ -31,9 +34,10 @@ class MetricsFile:
 
     def write(self, entry_id: str, record: MetricRecord) -> None:
         values = {name: p.value if math.isfinite(p.value) else None for name, p in record.values.items()}
+        parts = {name: p.count if p.kind == "mean" else p.kind for name, p in record.values.items()}
         row = {"id": entry_id, "time": record.time, "source": record.source, "step": record.step}
         samples = {"samples": [sample_to_row(sample) for sample in record.samples]} if record.samples else {}
-        self._rows.append({**row, "labels": record.labels, "values": values, **samples})
+        self._rows.append({**row, "labels": record.labels, "values": values, "parts": parts, **samples})
 
     def flush(self) -> None:
         """Write the records; repeatable. Raises OSError."""
@@ -59,6 +63,21 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
         if line.record is not None and line.digest not in seen:
             seen.add(line.digest)
             yield line.record
+
+
+def read_metrics(path: Path) -> Iterator[tuple[str, MetricRecord]]:
+    """Yield (id, record) without samples; nothing of a file that an earlier version, without `parts`, began."""
+    for row in read_records(path):
+        if "parts" not in row:
+            return
+        values = {name: _partial(value, row["parts"][name]) for name, value in row["values"].items()}
+        named = current_names(row["source"], values)
+        yield row["id"], MetricRecord(row["source"], named, row["step"], row["labels"], row["time"])
+
+
+def _partial(value: float | None, part: Any) -> Partial:
+    value = math.nan if value is None else value
+    return Partial(part, value) if isinstance(part, str) else Partial("mean", value * part, part)
 
 
 @dataclass(frozen=True, slots=True)

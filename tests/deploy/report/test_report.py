@@ -19,6 +19,7 @@ from offbeat.services.control.schemas import CountersView
 from offbeat.services.keys import RunKeys
 from offbeat.services.telemetry import MetricRecord, Partial, RedisMetrics, mean
 from offbeat.trainer.learner.evaluation_metrics import evaluation_values
+from offbeat.trainer.trackers.metrics_writer import MetricsWriter
 from tests.fakes import make_trajectory
 from tests.paths import CONFIGS, QUICKSTART
 
@@ -190,6 +191,27 @@ def test_a_rest_run_has_the_attempts_of_its_history(
     assert (report["attempts"], report["wall_s"], report["ended_at"]) == (2, 140.0, 290.0)
     assert (report["success_before"], report["success_after"], report["steps"]) == (0.25, 0.75, 2)
     assert (tmp_path / "learning_curve.png").stat().st_size > 1000
+
+
+def test_records_that_redis_has_trimmed_are_read_from_the_folder(config: RunConfig, tmp_path: Path, redis_url: str):
+    """All but the last one are trimmed."""
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    nan = MetricRecord("learner", {"loss": Partial("last", float("nan"))}, 3, time=134.0)
+    with Redis.from_url(redis_url) as redis:
+        redis.hset(RunKeys(config.exp_name).record, mapping={"started_at": "100.0", "ended_at": "150.0"})
+        metrics = RedisMetrics(redis, config.exp_name)
+        with MetricsWriter(redis, config.exp_name, tmp_path, [], 0):
+            for record in [*records()[:-1], nan]:
+                metrics.append(record)
+        metrics.append(records()[-1])
+        redis.xtrim(RunKeys(config.exp_name).metrics, maxlen=1, approximate=False)
+        assert remake_report(str(tmp_path), redis_url) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    known = history([*records()[:-1], nan, records()[-1]])
+    of_all = build_report(config, known, None, baselines=report["baselines"], startup_s={}, ended_at=150.0)
+    assert {name: value for name, value in report.items() if of_all[name] is not None} == {
+        name: value for name, value in of_all.items() if value is not None
+    }
 
 
 def test_the_table_shows_spread_length_pass_at_k_and_each_tag(config: RunConfig, tmp_path: Path):
