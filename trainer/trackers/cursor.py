@@ -28,7 +28,7 @@ class DeliveryCursor:
     step: int = 0
     """The learner's newest."""
     evaluations: list[str] = field(default_factory=list[str])
-    """Sent ones, as `sampling-step`."""
+    """Sent ones, as `when-sampling-step`."""
     repeated: int = 0
     """Rows skipped as sent before."""
     refused: int = 0
@@ -63,7 +63,8 @@ class DeliveryCursor:
 
 
 def _evaluation_id(record: Mapping[str, Any]) -> str:
-    return f"{record['labels'].get('sampling', 'sampled')}-{record['step']}"
+    labels = record["labels"]
+    return f"{labels.get('when', 'during')}-{labels.get('sampling', 'sampled')}-{record['step']}"
 
 
 def progress_file(output_dir: Path, name: str) -> Path:

@@ -40,8 +40,8 @@ def step(number: int, value: float = 0.5) -> MetricRecord:
     return MetricRecord("learner", {"reward": mean([value])}, step=number)
 
 
-def evaluation(at: int, sampling: str = "sampled") -> MetricRecord:
-    return MetricRecord("eval", {"success": mean([0.5])}, step=at, labels={"sampling": sampling, "when": "during"})
+def evaluation(at: int, sampling: str = "sampled", when: str = "during") -> MetricRecord:
+    return MetricRecord("eval", {"success": mean([0.5])}, step=at, labels={"sampling": sampling, "when": when})
 
 
 GAUGE = MetricRecord("generation", {"running": mean([3.0])}, labels={"replica": "0"})
@@ -95,6 +95,16 @@ def test_steps_repeated_after_a_resume_are_not_sent_again(tmp_path: Path):
         (4, "learner/reward"),
     ]
     assert (progress.repeated, progress.number, progress.step) == (3, 9, 4)
+
+
+def test_the_final_evaluation_at_a_step_that_was_evaluated_before_is_sent(tmp_path: Path):
+    """A run is resumed with fewer steps."""
+    append(tmp_path, step(20), evaluation(20))
+    tracker = RecordingTracker()
+    deliver(tmp_path, tracker)
+    append(tmp_path, evaluation(20, when="after"), evaluation(20, when="after"))
+    assert deliver(tmp_path, tracker).repeated == 1
+    assert tracker.numbers == [1, 2, 3]
 
 
 def test_evaluation_that_ends_after_a_later_one_is_sent(tmp_path: Path):
