@@ -11,9 +11,11 @@ from offbeat.services.messages.types import EpisodeKind
 MAX_FAILED_SHARE = 0.25
 """Share of recent episodes above which failures are reported."""
 NAME = "failing_episodes"
-ENVS, BAD_ROW, REWARD = "custom_envs.", "bad_row", "reward_"
+ENVS, BAD_ROW, BAD_TASK, REWARD = "custom_envs.", "bad_row", "bad_task", "reward_"
 CAUSE = "they are repeated, so that only those which pass are trained"
 MIN_RECENT = 8
+MAX_SILENCE_S = 30.0
+"""Age of a report, by the newest worker's, beyond which its worker is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +34,16 @@ class FailingEpisodes:
 
     @classmethod
     def of(cls, reports: Iterable[Mapping[str, Any]], since: float) -> "FailingEpisodes":
-        """Sum reports made since a Unix time."""
-        outcomes = [report["episodes"] for report in reports if "episodes" in report and report["at"] >= since]
-        if not outcomes:
+        """Sum reports made since a Unix time; recent episodes are those of workers that still report."""
+        made = [report for report in reports if "episodes" in report and report["at"] >= since]
+        if not made:
             return cls()
-        sums = {key: sum(each[key] for each in outcomes) for key in ("finished", "failed", "recent", "recent_failed")}
-        last = next((each for each in outcomes if each.get("error")), {})
+        newest = max(report["at"] for report in made)
+        outcomes = [report["episodes"] for report in made]
+        alive = [report["episodes"] for report in made if report["at"] >= newest - MAX_SILENCE_S]
+        sums = {key: sum(each[key] for each in outcomes) for key in ("finished", "failed")}
+        sums |= {key: sum(each[key] for each in alive) for key in ("recent", "recent_failed")}
+        last = next((each for each in [*alive, *outcomes] if each.get("error")), {})
         key = last.get("key") or f"custom_envs.{last.get('tag', '')}"  # older workers report the tag
         named = {name: last.get(name, "") for name in ("error", "trace")}
         return cls(**sums, limit=max(each["limit"] for each in outcomes), key=key, **named)
@@ -82,6 +88,8 @@ def find_failing(totals: Mapping[str, float]) -> RunFinding | None:
     key = f"{ENVS}TAG"
     if set(failed) == {BAD_ROW}:
         key = "data.dataset_name"
+    elif set(failed) == {BAD_TASK}:
+        key = "train_env_manager.task_sampler"
     elif all(reason.startswith(REWARD) for reason in failed):
         key = "rewards"
     return RunFinding(NAME, f"{num_failed} of {num_all} episodes failed ({reasons})", CAUSE, (key,))

@@ -47,10 +47,22 @@ def test_rows_that_can_not_be_read_are_the_datasets_problem():
     assert failing.finding.keys == ("data.dataset_name",)
 
 
+def test_a_worker_that_is_gone_fails_no_recent_episodes():
+    counts = {"finished": 64, "failed": 0, "recent": 64, "recent_failed": 0, "limit": 16}
+    gone = {**counts, "finished": 0, "failed": 64, "recent_failed": 64, "error": "make_error", "key": "custom_envs.A"}
+    reports = [{"at": 100.0, "episodes": gone}, {"at": 100.5, "episodes": counts}]
+    assert FailingEpisodes.of(reports, since=0.0).many_fail
+    failing = FailingEpisodes.of([reports[0], {"at": 200.0, "episodes": counts}], since=0.0)
+    assert (failing.many_fail, failing.failed, failing.error) == (False, 64, "make_error")
+
+
 def test_rewards_that_fail_are_named():
     finding = find_failing(totals(6, {"reward_timeout": 3, "reward_error": 1}))
     assert finding is not None
     assert finding.keys == ("rewards",)
+    sampler = find_failing(totals(6, {"bad_task": 4}))
+    assert sampler is not None
+    assert sampler.keys == ("train_env_manager.task_sampler",)
     mixed = find_failing(totals(6, {"reward_timeout": 3, "step_error": 1}))
     assert mixed is not None
     assert mixed.keys == ("custom_envs.TAG",)
