@@ -9,6 +9,7 @@ SOURCE = "rollout"
 OWN_METRICS = frozenset(
     (
         *("episodes", "episode_s", "trajectory_tokens", "baseline_reward", "reward", "failures", "cancelled", "turns"),
+        *("playing", "hung_threads", "generation_calls", "cpu_s"),
         *("tokens_sampled", "generation_s", "generation_max_s", "env_s", "env_max_s", "reward_s", "reward_max_s"),
     )
 )

@@ -6,13 +6,13 @@ from offbeat.services.messages.types import (
     Turn,
 )
 from offbeat.services.rollout.metrics import OWN_METRICS, OWN_PREFIXES, WorkerMetrics
-from offbeat.services.telemetry import Partial
+from offbeat.services.telemetry import Partial, merge_all
 
 TRAIN = EpisodeKind.TRAIN
 
 
 def reported(metrics: dict[str, float]) -> dict[str, Partial]:
-    """What is recorded of a failed, a cancelled and two played episodes, a baseline among them."""
+    """All that a worker records, of a failed, a cancelled and two played episodes, a baseline among them."""
     reporter = WorkerMetrics("w")
     turns = (Turn(0, 0, 1, 0.5), Turn(0, 1, 2, 0.25))
     reporter.env_call(TRAIN, "Lake", 0.1)
@@ -26,8 +26,8 @@ def reported(metrics: dict[str, float]) -> dict[str, Partial]:
             Trajectory("g", 0, 0, "Lake", 1, (), turns, StopReason.TERMINATED, metrics, baseline=baseline),
         )
     reporter.submitted(TRAIN, "Lake", "accepted")
-    (record, _) = reporter.records(playing=1, hung_threads=0, calls=1, cpu_s=0.0, failed_attempts={})
-    return record.values
+    records = reporter.records(playing=1, hung_threads=0, calls=1, cpu_s=0.0, failed_attempts={})
+    return merge_all(record.values for record in records)
 
 
 def test_the_workers_counts_use_the_reserved_names():
