@@ -2,18 +2,18 @@
 
 import math
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from offbeat.deploy.config.checks.model import has_vision
-from offbeat.deploy.config.checks.prompts import OnStep
+from offbeat.deploy.config.checks.prompts import OnStep, check_with_template
 from offbeat.deploy.config.checks.sampling import sampling_key
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.vocabulary import MissingWordsError, collect_words
-from offbeat.envs.dataset.files import DatasetRows, RowError, open_rows
+from offbeat.envs.dataset.files import DatasetRows, RowError, open_rows, read_field
 from offbeat.services.chat.assistant_tokens import ConversationError
 from offbeat.services.errors import EpisodeError, RolloutError
 from offbeat.services.rollout.data.config import GROUP_SIZES, DataConfig
@@ -187,36 +187,41 @@ def check_rows(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
             check_columns(rows, config.data, config.pipeline)
             yield from _check_kind(config, rows, key)
             if key == DATA_KEYS[0]:
-                yield from _check_optional_columns(config, config.data, rows, path)
+                used = (key for key in OPTIONAL_COLUMNS if config.pipeline in COLUMN_KEYS.get(key, (config.pipeline,)))
+                yield from check_named_columns(config.data, used, rows, path)
             for index in range(min(len(rows), CHECKED_ROWS)):
                 _check_conversations(rows[index], config.data, config.pipeline, rows.name(index))
         except (ValueError, OSError) as error:
             yield ConfigIssue(key, str(error))
             return
-    with _tokenizer_folder(config) as folder:
-        if folder is not None:
-            yield from _first_issue(config, config.data, folder)
+    if config.pretrain == "tiny" or Path(config.pretrain).is_dir():
+        yield from check_with_template(config, _check_rendering)
 
 
 def _is_renamed(data: DataConfig, key: str) -> bool:
     return getattr(data, key) != DataConfig.model_fields[key].default
 
 
-def _check_optional_columns(
-    config: RunConfig, data: DataConfig, rows: DatasetRows, path: Path
-) -> Iterator[ConfigIssue]:
-    """Yield columns that are named and that no row has."""
-    for key in OPTIONAL_COLUMNS:
-        name, is_used = getattr(data, key), config.pipeline in COLUMN_KEYS.get(key, (config.pipeline,))
-        if is_used and _is_renamed(data, key) and all(row.get(name) is None for row in rows.scan((name,))):
+def check_named_columns(data: DataConfig, keys: Iterable[str], rows: DatasetRows, path: Path) -> Iterator[ConfigIssue]:
+    """Yield columns that are named and that no row has. keys: of `data`."""
+    for key in keys:
+        if not _is_renamed(data, key):
+            continue
+        name = str(getattr(data, key))
+        if all(read_field(row, name) is None for row in rows.scan((name, name.partition(".")[0]))):
             has = ", ".join(rows.columns)
             yield ConfigIssue(f"data.{key}", f"no row of {path} has the column {name!r}; there is {has}")
 
 
-def _first_issue(config: RunConfig, data: DataConfig, folder: Path) -> list[ConfigIssue]:
-    for key, path in _files(data):
-        if issues := list(_check_tokens(config, data.model_copy(update={"dataset_name": path}), key, folder)):
-            return issues
+def _check_rendering(config: RunConfig) -> list[ConfigIssue]:
+    """Return the issues of the first file that has some."""
+    data = config.data
+    with _tokenizer_folder(config) as folder:
+        if data is None or folder is None:
+            return []
+        for key, path in _files(data):
+            if issues := list(_check_tokens(config, data.model_copy(update={"dataset_name": path}), key, folder)):
+                return issues
     return []
 
 
@@ -227,9 +232,9 @@ def _files(data: DataConfig) -> list[tuple[str, Path]]:
 
 @contextmanager
 def _tokenizer_folder(config: RunConfig) -> Iterator[Path | None]:
-    """Yield a folder with the policy's tokenizer and template, if there."""
+    """Yield a folder with the policy's tokenizer and template; None if the tiny policy has no words."""
     if config.pretrain != "tiny":
-        yield Path(config.pretrain) if Path(config.pretrain).is_dir() else None
+        yield Path(config.pretrain)
         return
     from offbeat.trainer.models.tiny import write_tiny_policy
 

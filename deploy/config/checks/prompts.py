@@ -1,7 +1,7 @@
 """Checks of the chat template and first prompts' lengths."""
 
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -50,13 +50,17 @@ class BrokenTokenizerError(Exception):
 
 def check_first_prompts(config: RunConfig, on_step: OnStep = ignore_step, *, trial: bool = True) -> list[ConfigIssue]:
     """Check the chat template and first prompts. trial: run foreign envs in processes, also their steps."""
+    return check_with_template(config, lambda replaced: _check_prompts(replaced, on_step, trial=trial))
+
+
+def check_with_template(config: RunConfig, check: Callable[[RunConfig], Iterable[ConfigIssue]]) -> list[ConfigIssue]:
+    """Run a check of `pretrain` with `chat_template` in place of the model's; issues of the template have its key."""
     if config.chat_template is None:
-        return _check_prompts(config, on_step, trial=trial)
+        return list(check(config))
     with TemporaryDirectory() as folder:
         try:
             write_policy_folder(Path(config.pretrain), Path(folder), config.chat_template)
-            replaced = config.model_copy(update={"pretrain": folder, "chat_template": None})
-            issues = _check_prompts(replaced, on_step, trial=trial)
+            issues = list(check(config.model_copy(update={"pretrain": folder, "chat_template": None})))
         except (RolloutError, OSError, UnicodeDecodeError) as error:
             return [ConfigIssue("chat_template", str(error))]
         except TemplateError as error:

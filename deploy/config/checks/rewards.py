@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from offbeat.deploy.config.checks.data import CHECKED_ROWS
+from offbeat.deploy.config.checks.data import CHECKED_ROWS, check_named_columns
 from offbeat.deploy.config.checks.prompts import OnStep
 from offbeat.deploy.config.checks.row_images import check_images, read_rows
 from offbeat.deploy.config.run import RunConfig
@@ -28,6 +28,8 @@ ROW_KEYS = (
     "too_long",
 )
 """Of `data`, unused by prompts."""
+NAMED_COLUMNS = ("ground_truth_key", "images_key", "tag_key")
+"""Of `data`, columns that rows need not have unless their names are set."""
 EACH_ROW = "each evaluation takes every validation row once"
 
 
@@ -75,6 +77,8 @@ def check_rewards(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
         on_step(f"data.{key}", f"reading {path}")
         try:
             domains = DomainRows(path, config.data, manager.tags_of(config.custom_envs))
+            if key == "dataset_name":
+                yield from check_named_columns(config.data, NAMED_COLUMNS, domains.rows, path)
             yield from check_images(config, read_rows(domains, config.data, CHECKED_ROWS), f"data.{key}")
         except (ValueError, OSError) as error:
             yield ConfigIssue(f"data.{key}", str(error))

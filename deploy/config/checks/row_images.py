@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from offbeat.deploy.config.checks.model import has_vision
-from offbeat.deploy.config.checks.prompts import count_tiny_image_tokens
+from offbeat.deploy.config.checks.prompts import check_with_template, count_tiny_image_tokens
 from offbeat.deploy.config.run import RunConfig
 from offbeat.envs.dataset.prompt import PromptError, read_prompt
 from offbeat.services.chat.assistant_tokens import ConversationError
@@ -48,7 +48,7 @@ def check_images(config: RunConfig, images: Images, key: str) -> Iterator[Config
         if config.warm_start is not None and config.warm_start.tag == tag:
             message = "demonstrations have no images of rows: train on rows with pipeline: sft before, and set pretrain"
             yield ConfigIssue("warm_start", message)
-    yield from _check_template(config)
+    yield from check_with_template(config, _check_template)
     yield from _check_lengths(config, images, key)
 
 

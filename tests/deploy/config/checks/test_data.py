@@ -348,6 +348,20 @@ def test_a_model_without_a_usable_template_is_the_models_problem(template: str |
     assert problem in refused(tmp_path, "sft", f"pretrain={tmp_path / 'model'}")["pretrain"]
 
 
+def test_rows_are_checked_by_the_configured_template(tmp_path: Path):
+    write_llama(tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    model = f"pretrain={tmp_path / 'model'}"
+    assert load(tmp_path, "sft", model, "chat_template=chatml").chat_template == "chatml"
+    (tmp_path / "other.jinja").write_text("{{ raise_exception('no rows') if messages[0].content != 'offbeatkey' }}"
+                                          "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")  # fmt: skip
+    issues = refused(tmp_path, "sft", model, f"chat_template={tmp_path / 'other.jinja'}")
+    assert "no rows" in issues["data.dataset_name"]
+    (tmp_path / "other.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    issues = refused(tmp_path, "sft", model, f"chat_template={tmp_path / 'other.jinja'}")
+    assert "the end of an answer can't be determined" in issues["chat_template"]
+
+
 def test_engines_that_do_not_exist_have_no_settings(tmp_path: Path):
     assert "samples nothing" in refused(tmp_path, "sft", "actor_infer.num_replicas=2")["actor_infer.num_replicas"]
 

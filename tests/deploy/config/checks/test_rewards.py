@@ -7,12 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from offbeat.benchmarks.harness.pretrained import FORGETTING
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import load_run, read_document, read_run
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.vocabulary import collect_words
 from offbeat.envs.dataset.arithmetic import write_problems
 from offbeat.services.chat.vision import encode_png
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig, TinyVisionConfig
+from offbeat.trainer.models.tiny import VISION_TEMPLATE, write_tiny_policy
 from tests.paths import CONFIGS, QUICKSTART
 
 MIXED = "custom_envs.mixed"
@@ -78,6 +81,8 @@ def test_epochs_count_the_rows_of_the_domains(tmp_path: Path):
         ("data.tag_included.addition=[mixed]", "data.tag_included.mixed", "'mixed' belongs to addition, too"),
         ("data.tag_key=kind", "data.dataset_name", "no row is of addition: none has addition in the column 'kind'"),
         ("data.prompt_key=question", "data.dataset_name", "rows.jsonl:1: question: expected a text or a list"),
+        ("data.images_key=image", "data.images_key", "no row of"),
+        ("data.ground_truth_key=reward_model.ground_truth", "data.ground_truth_key", "there is id, prompt"),
         ("data.prompt_length=64", "data.prompt_length", "leave no room for an answer in a sequence_length of 64"),
         ("data.train_on=last", "data.train_on", "has no effect with pipeline: rlvr"),
         ("data.response_key=answer", "data.response_key", "has no effect with pipeline: rlvr"),
@@ -164,3 +169,16 @@ def test_an_image_that_can_not_be_read_is_reported_with_its_line(tmp_path: Path)
         file.write(json.dumps(line) + "\n")
     issues = refused(tmp_path, SEES, "~warm_start")
     assert "val.jsonl:3: images[0]: " in issues["data.val_dataset_name"]
+
+
+def test_images_of_rows_are_shown_by_the_configured_template(tmp_path: Path):
+    write_shown(tmp_path)
+    write_tiny_policy(tmp_path / "policy", TinyPolicyConfig(vision=TinyVisionConfig(depth=1)), ("what", "red"))
+    (tmp_path / "policy" / "chat_template.jinja").write_text(FORGETTING)
+    (tmp_path / "vision.jinja").write_text(VISION_TEMPLATE)
+    model = (f"pretrain={tmp_path / 'policy'}", "~tiny", "~warm_start")
+    assert "keeps earlier turns" in refused(tmp_path, *model)["pretrain"]
+    assert load(tmp_path, *model, f"chat_template={tmp_path / 'vision.jinja'}").chat_template
+    (tmp_path / "vision.jinja").write_text(FORGETTING)
+    issues = refused(tmp_path, *model, f"chat_template={tmp_path / 'vision.jinja'}")
+    assert "keeps earlier turns" in issues["chat_template"]
