@@ -158,8 +158,9 @@ def is_unpaired(rows: DatasetRows, config: DataConfig, pipeline: str) -> bool:
 
 
 def _mismatch(rows: DatasetRows, row: int, config: DataConfig) -> Row:
-    """Return a row with the previous row's response, to estimate KTO's KL."""
-    return {**rows[row], config.completion_key: rows[(row - 1) % len(rows)].get(config.completion_key)}
+    """Return a row with another one's response, which appended rows do not change, to estimate KTO's KL."""
+    other = row - 1 if row else min(1, len(rows) - 1)
+    return {**rows[row], config.completion_key: rows[other].get(config.completion_key)}
 
 
 def _read_label(row: Row, key: str) -> bool:
@@ -205,17 +206,28 @@ def read_conversation(row: Row, config: DataConfig, pipeline: str, index: int) -
     if GROUP_SIZES[pipeline] == 1:
         if row.get(config.messages_key) is not None:
             return _messages(row, config.messages_key), 0
-        prompt = _prompt(row, config)
-        return [*prompt, *_messages(row, config.response_key, "assistant")], len(prompt)
+        return _answer(_prompt(row, config), row, config.response_key)
     if row.get(config.chosen_key) is None and row.get(config.completion_key) is not None:
-        prompt = _messages(row, config.prompt_key, "user")
-        return [*prompt, *_messages(row, config.completion_key, "assistant")], len(prompt)
-    key = (config.chosen_key, config.rejected_key)[index]
-    if row.get(config.prompt_key) is not None:
-        prompt = _messages(row, config.prompt_key, "user")
-        return [*prompt, *_messages(row, key, "assistant")], len(prompt)
-    chosen, rejected = _messages(row, config.chosen_key), _messages(row, config.rejected_key)
-    return ((chosen, rejected)[index], common_length(chosen, rejected))
+        return _answer(_messages(row, config.prompt_key, "user"), row, config.completion_key)
+    keys, prompt = (config.chosen_key, config.rejected_key), row.get(config.prompt_key)
+    pair = [_messages(row, key, None if prompt is None else "assistant") for key in keys]
+    if prompt is None or (isinstance(prompt, str) and all(map(_starts_with_question, pair))):
+        # Of a pair without a difference the last messages are the responses, as in TRL
+        return pair[index], min(common_length(*pair), *(len(each) - 1 for each in pair))
+    return _answer(_messages(row, config.prompt_key, "user"), row, keys[index])
+
+
+def _answer(prompt: list[Message], row: Row, key: str) -> tuple[list[Message], int]:
+    """Return a prompt with a column's response, and the response's first message."""
+    response = _messages(row, key, "assistant")
+    if prompt[-1]["role"] == "user" and _starts_with_question(response):
+        role = response[0]["role"]
+        raise ConversationError(f"{key}[0]: expected an answer to the prompt, got a message of the role {role}")
+    return [*prompt, *response], len(prompt)
+
+
+def _starts_with_question(messages: list[Message]) -> bool:
+    return messages[0]["role"] in ("system", "user")
 
 
 def _prompt(row: Row, config: DataConfig) -> list[Message]:

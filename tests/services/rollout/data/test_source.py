@@ -131,6 +131,11 @@ def test_everything_after_the_prompt_is_learned_on_request(policy: Path):
             "chosen": [SAY, {"role": "assistant", "content": "Left"}],
             "rejected": [SAY, {"role": "assistant", "content": "Up now"}],
         },
+        {
+            "prompt": "go where",
+            "chosen": [SAY, {"role": "assistant", "content": "Left"}],
+            "rejected": [SAY, {"role": "assistant", "content": "Up now"}],
+        },
     ],
 )
 def test_a_pair_is_two_trajectories_after_one_prompt(policy: Path, row: Any):
@@ -140,6 +145,32 @@ def test_a_pair_is_two_trajectories_after_one_prompt(policy: Path, row: Any):
     assert start == rejected.turns[0].start
     assert np.array_equal(chosen.segments[0].tokens[:start], rejected.segments[0].tokens[:start])
     assert [len(each) for each in (*learned(chosen), *learned(rejected))] == [2, 3]  # with the end of the turn
+    said = source(policy, [{"messages": [SAY, {"role": "assistant", "content": "Left"}]}]).trajectory(0, 0, 0)
+    assert np.array_equal(chosen.segments[0].tokens, said.segments[0].tokens)
+
+
+def test_a_pair_without_a_difference_differs_in_its_last_messages(policy: Path):
+    equal, longer = [SAY, ANSWER], [SAY, ANSWER, SAY, {"role": "assistant", "content": "Up"}]
+    for row, sizes in (
+        ({"chosen": equal, "rejected": equal}, [3, 3]),
+        ({"chosen": longer, "rejected": equal}, [3, 2, 3]),
+    ):
+        rows = source(policy, [row], "dpo")
+        assert [len(turn) for index in range(2) for turn in learned(rows.trajectory(0, index, 0))] == sizes
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "row"),
+    [
+        ("sft", {"prompt": "go where", "response": [SAY, ANSWER]}),
+        ("dpo", {"prompt": "go where", "completion": [SAY, ANSWER], "label": True}),
+        ("dpo", {"prompt": [SAY], "chosen": [SAY, ANSWER], "rejected": [SAY, ANSWER]}),
+        ("dpo", {"prompt": "go where", "chosen": [SAY, ANSWER], "rejected": "Left"}),
+    ],
+)
+def test_a_response_that_repeats_the_prompt_is_refused(policy: Path, pipeline: str, row: Any):
+    with pytest.raises(EpisodeError, match=r"\[0\]: expected an answer to the prompt, got a message of the role user"):
+        source(policy, [row], pipeline).trajectory(0, 0, 0)
 
 
 def test_answers_in_a_pairs_prompt_are_not_learned(policy: Path):
@@ -222,6 +253,12 @@ def test_a_row_without_a_partner_comes_with_the_response_of_the_one_before_it(po
     assert np.array_equal(mismatch.segments[0].tokens[:start], first.segments[0].tokens[:start])
     assert learned(rows.row(1)[1]) == learned(first)
     assert rows.trajectory(1, 1, 3).segments[0].tokens.tolist() == rows.row(1)[1].segments[0].tokens.tolist()
+
+
+def test_rows_that_are_appended_change_no_mismatched_response(policy: Path):
+    """Of which scores are kept in files."""
+    before, after = (source(policy, [*UNPAIRED, *more], "dpo").row(0)[1] for more in ([], [UNPAIRED[0]]))
+    assert np.array_equal(before.segments[0].tokens, after.segments[0].tokens)
 
 
 def test_a_label_is_true_or_false(policy: Path):
