@@ -67,7 +67,11 @@ class ScoreFiles:
                 self._open[first] = safe_open(self._path(first), framework="numpy")
             stored = self._open[first].get_tensor(str(row)).tobytes()
         except (OSError, SafetensorError) as error:
-            raise ControlError(f"{self.folder} has no scores of row {row + 1}: run `{COMMAND} CONFIG`") from error
+            path = self._path(first)  # it has none of rows that could not be trained when it was written
+            remove = f"remove {path.name} and " if path.exists() else ""
+            raise ControlError(
+                f"{self.folder} has no scores of row {row + 1}: {remove}run `{COMMAND} CONFIG`"
+            ) from error
         if stored[:DIGEST_BYTES] != digest:
             raise ControlError(
                 f"{self.folder}: row {row + 1} was scored with other tokens (the dataset, chat template or `data` changed): "

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from offbeat.services.keys import RunKeys
+from offbeat.trainer.config.roles import TeacherConfig
 from offbeat.trainer.config.scored_roles import ScoredRole, scored_roles
 from offbeat.trainer.run import LearnerRun
 
@@ -33,13 +34,19 @@ def file_key(run: LearnerRun, role: ScoredRole) -> str:
         else [run.config.tiny.model_dump(mode="json"), own.choose_seed(run.config.seed)]
     )
     args = run.config.actor_train.model_args.of_role(role.config.model_args)
-    inputs = [weights, args.dtype, run.config.temperature, _distilled(run)]
+    inputs = [weights, args.dtype, run.config.temperature, _distilled(run), _scored_rows(run, role)]
     return f"{role.name}@{_hash(inputs)}"
 
 
 def _weight_files(folder: Path) -> list[object]:
     files = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".json"))
     return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+
+
+def _scored_rows(run: LearnerRun, role: ScoredRole) -> list[object]:
+    """Return what decides which rows have scores in files."""
+    tags = role.config.tag_included if isinstance(role.config, TeacherConfig) else ()
+    return [run.config.sequence_length, run.config.data and run.config.data.too_long, sorted(tags)]
 
 
 def _distilled(run: LearnerRun) -> list[object]:

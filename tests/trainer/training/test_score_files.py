@@ -24,8 +24,8 @@ def test_files_are_missing_until_they_are_written(tmp_path: Path):
     files.write(range(ROWS_PER_FILE), {3: (digest, b"scores")})
     assert files.missing_files(num_rows) == [range(ROWS_PER_FILE, num_rows)]
     assert ScoreFiles(tmp_path / "rows.jsonl", "teacher.a@1").read(3, digest) == b"scores"
-    for row in (4, ROWS_PER_FILE):
-        with pytest.raises(ControlError, match=f"no scores of row {row + 1}: run"):
+    for row, advice in ((4, "remove rows-00000000.safetensors and run"), (ROWS_PER_FILE, "run")):
+        with pytest.raises(ControlError, match=f"no scores of row {row + 1}: {advice} `offbeat distill prepare"):
             files.read(row, digest)
 
 
@@ -58,20 +58,31 @@ def test_scores_of_other_tokens_are_refused(tmp_path: Path):
             files.read(0, token_digest(replace(GROUP, trajectories=(trajectory(0, other),))))
 
 
-def key(folder: Path, tmp_path: Path, **distill: Any) -> str:
-    teacher = {"model_args": {"model_name_or_path": str(folder)}, "strategy_args": {"placement": "files"}}
-    tree = {"pipeline": "distill", "teacher": {"a": teacher}, "distill": distill, "pretrain": str(folder)}
+def key(folder: Path, tmp_path: Path, tags: tuple[str, ...] = (), **changes: Any) -> str:
+    model = {"model_args": {"model_name_or_path": str(folder)}, "strategy_args": {"placement": "files"}}
+    teacher = {**model, "tag_included": tags}
+    tree = {"pipeline": "distill", "teacher": {"a": teacher}, "pretrain": str(folder), **changes}
     run = LearnerRun("run", "", tmp_path, LearnerRunConfig.model_validate(tree))
     (role,) = scored_roles(run.config, run.config.reference, "files")
     assert not scored_roles(run.config, run.config.reference)
     return score_keys(run)[role.name]
 
 
+def test_a_key_changes_with_the_rows_that_have_scores(folder: Path, tmp_path: Path):
+    """A longer row has none under a smaller `sequence_length`, nor one of another tag."""
+    data = {"dataset_name": Path("rows.jsonl")}
+    rows: list[dict[str, Any]] = [{"data": data}, {"data": {**data, "too_long": "truncate"}}]
+    rows += [{"data": data, "sequence_length": 64}, {"data": data, "tags": ("math",)}]
+    assert len({key(folder, tmp_path, **each) for each in rows}) == len(rows)
+
+
 def test_a_key_changes_with_the_model_and_the_settings_of_the_teacher(folder: Path, tmp_path: Path):
     settings: list[dict[str, Any]] = [{}, {"logits_topk": 3}, {"teacher_temperature": 2.0}, {"distill_on_prompt": True}]
-    keys = [key(folder, tmp_path, **each) for each in settings]
+    keys = [key(folder, tmp_path, distill=each) for each in settings]
     assert len(set(keys)) == len(settings)
-    assert key(folder, tmp_path, kd_temperature=2.0, kd_objective="reverse_kl") == keys[0], "of the policy alone"
+    assert key(folder, tmp_path, distill={"kd_temperature": 2.0, "kd_objective": "reverse_kl"}) == keys[0], (
+        "of the policy alone"
+    )
     other = tmp_path / "other"
     other.mkdir()
     for path in folder.iterdir():
