@@ -1,5 +1,6 @@
 """Programming tasks, scored by tests in the sandbox."""
 
+import ast
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, cast
@@ -72,7 +73,9 @@ class CodeEnv(QuestionEnv[CodeConfig]):
 
 
 def read_tests(tests: Any) -> list[tuple[str | CallTest, str, str | None]]:
-    """Return (code after the program or call, stdin, expected stdout) per test; raises ValueError without any."""
+    """Return (code after the program or call, stdin, expected stdout) per test; raises ValueError without any, or for
+    one that no program could fail.
+    """
     if isinstance(tests, str):
         try:
             tests = json.loads(tests)
@@ -89,9 +92,23 @@ def read_tests(tests: Any) -> list[tuple[str | CallTest, str, str | None]]:
             parsed = [("", lines_of(test_input), lines_of(out)) for test_input, out in pairs]
     else:
         parsed = [(str(line), "", None) for line in cast(Sequence[object], tests)]
+        for code, *_ in parsed:
+            refuse_definitions(str(code))
     if not parsed:
         raise ValueError("the task has no tests: each row needs at least one")
     return parsed
+
+
+def refuse_definitions(code: str) -> None:
+    """Raise ValueError for a test that only defines, such as `def check(candidate): ...` without its call."""
+    try:
+        statements = ast.parse(code).body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return  # it fails when it runs
+    definitions = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    nodes = [node for each in statements if not isinstance(each, definitions) for node in ast.walk(each)]
+    if statements and not any(isinstance(node, ast.Assert | ast.Call | ast.Raise) for node in nodes):
+        raise ValueError(f"a test asserts and calls nothing, so that every program would pass: {code.strip()[:80]!r}")
 
 
 def lines_of(value: Any) -> str:
@@ -110,5 +127,7 @@ def read_call(name: str, arguments: Any, output: Any, *, unwraps: bool) -> CallT
     if isinstance(arguments, str):
         values = [json.loads(line) for line in arguments.splitlines()]
         return CallTest(name, values, [json.loads(output) if isinstance(output, str) else output])
+    if isinstance(arguments, Mapping):
+        raise ValueError(f"the arguments of {name} are named: give a list, in the order of its parameters")
     is_wrapped = unwraps and isinstance(output, list) and len(cast(list[Any], output)) == 1
     return CallTest(name, list(arguments), [output, output[0]] if is_wrapped else [output])

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from offbeat.envs.dataset.code import lines_of, read_call
+from offbeat.envs.dataset.code import lines_of, read_call, refuse_definitions
 from offbeat.envs.dataset.program_checker import CallTest
 from offbeat.services.reward.errors import Failure, RewardError
 from offbeat.services.reward.kinds.config import CodeSandboxConfig
@@ -69,9 +69,9 @@ def _kind(sample: RewardSample, config: CodeSandboxConfig, value: Any) -> str:
         if kind not in KINDS:
             raise ValueError(f"the case_type {named!r} is none of {', '.join(KINDS)}")
         return kind
-    if isinstance(value, str):
-        return "pytest" if "def test_" in value else "assert"
-    first = value[0] if isinstance(value, Sequence) and value else value
+    first = value[0] if isinstance(value, Sequence) and not isinstance(value, str) and value else value
+    if isinstance(first, str):
+        return "pytest" if "def test_" in first else "assert"
     if not isinstance(first, Mapping):
         return "assert"
     return "function" if _function_name(first, sample) else "stdio"
@@ -84,7 +84,8 @@ def _cases(value: Any, kind: str, sample: RewardSample) -> Iterator[Case]:
                 yield _pytest_file(source)
         case "assert":
             for code in [value] if isinstance(value, str) else value or ():
-                yield from map(AssertCase, _assertions(_python(code)))
+                refuse_definitions(_python(code))
+                yield from map(AssertCase, _assertions(code))
         case "stdio":
             for test_input, output in _pairs(value):
                 yield StdioCase(lines_of(test_input), lines_of(output))

@@ -306,9 +306,17 @@ def test_an_answer_with_blocks_of_other_languages_alone_has_no_program():
     assert last_group(FENCED, "```text\n1\n```\nand\n```bash\nls\n```") is None
 
 
-@pytest.mark.parametrize("tests", [[], {"inputs": [], "outputs": []}])
-def test_a_task_without_tests_is_reported(tests: object):
-    with pytest.raises(ValueError, match="the task has no tests"):
+@pytest.mark.parametrize(
+    ("tests", "problem"),
+    [
+        ([], "the task has no tests"),
+        ({"inputs": [], "outputs": []}, "the task has no tests"),
+        (["assert f(1) == 2", "def check(f):\n    assert f(1) == 2"], "asserts and calls nothing"),
+        ({"fn_name": "f", "inputs": [{"x": 1}], "outputs": [2]}, "the arguments of f are named: give a list"),
+    ],
+)
+def test_a_task_without_usable_tests_is_reported(tests: object, problem: str):
+    with pytest.raises(ValueError, match=problem):
         read_tests(tests)
 
 

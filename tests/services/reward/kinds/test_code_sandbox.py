@@ -41,6 +41,7 @@ def test_assert_lines():
     assert rate(ADD, tests) == 1.0
     assert rate(WRONG_FOR_NEGATIVE, tests) == 0.5
     assert rate(WRONG_FOR_NEGATIVE, "\n".join(tests)) == rate(WRONG_FOR_NEGATIVE, ["\n".join(tests)]) == 0.5
+    assert rate(ADD, "def check(f):\n    assert f(1, 2) == 3\ncheck(add)") == 1.0
     assert rate(WRONG_FOR_NEGATIVE, "\n".join(["total = 1", *tests])) == 0.0  # one test, for a line may need another
     assert score("code_sandbox", ADD, tests) == 1.0
     assert score("code_sandbox", WRONG_FOR_NEGATIVE, tests) == 0.0
@@ -83,6 +84,12 @@ def test_a_pytest_file():
     assert rate(WRONG_FOR_NEGATIVE, PYTEST) == pytest.approx(2 / 3)
     assert rate("```python\nx = 1\n```", PYTEST) == 0.0
     assert rate(ADD, PYTEST.replace("from solution import add", "")) == 1.0
+
+
+def test_a_list_of_pytest_files():
+    tests = ["def test_a():\n    assert add(1, 2) == 3", "def test_b():\n    assert add(-1, 2) == 1"]
+    assert rate(ADD, tests) == 1.0
+    assert rate(WRONG_FOR_NEGATIVE, tests) == rate(WRONG_FOR_NEGATIVE, json.dumps(tests)) == 0.5
 
 
 HOSTILE = {
@@ -140,6 +147,11 @@ def test_tests_that_did_not_start_in_time_count_as_failed():
         ("def helper(): pass", {"case_type": "pytest"}),
         ([[1, 2]], {"case_type": "function"}),
         ({"fn_name": "os.system('x')", "inputs": [[1]], "outputs": [1]}, {}),
+        ([{"input": {"a": 1, "b": 2}, "output": 3, "fn_name": "add"}], {}),
+        ("def check():\n    assert add(1, 2) == 3", {}),
+        (["METADATA = {'dataset': 'test'}\ndef check(candidate):\n    assert candidate(1, 2) == 3"], {}),
+        (["import math", "assert add(1, 2) == 3"], {}),
+        (["assert add(1, 2) == 3", "def test_b():\n    assert add(1, 2) == 3"], {}),
         (["assert True"], {"case_type": "magic"}),
         (7, {}),
     ],
