@@ -69,6 +69,7 @@ def build_components(
             epoch=buffer.epoch,
             group_size=config.val_env_manager.group_size,
             drops_long=config.plays_prompts,
+            scores_losses=not config.plays,
         ),
         intake=GroupIntake(
             buffer=buffer,

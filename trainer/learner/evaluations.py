@@ -100,10 +100,13 @@ class Evaluations:
         epoch: int = 0,
         group_size: int = 1,
         drops_long: bool = False,
+        scores_losses: bool = True,
     ) -> None:
-        """score: receives sampled success (missing: failure), or reward if envs report none. epoch: the learner's
-        lease. group_size: `val_env_manager.group_size`. drops_long: exclude unanswerable prompts from means.
+        """score: receives sampled success (missing: failure), or reward if envs report none, or losses, negated. epoch:
+        the learner's lease. group_size: `val_env_manager.group_size`. drops_long: exclude unanswerable prompts from
+        means. scores_losses: False for a run that is also evaluated by sampling, as these scores can't be compared.
         """
+        self._scores_losses = scores_losses
         self._drops_long = drops_long
         self._group_size = group_size
         self._epoch = epoch
@@ -152,7 +155,8 @@ class Evaluations:
         self._sink.append(record, once=_record_name(evaluation.eval_id))
         loss = values["loss"].value
         logger.info("evaluation %s of %d rows: loss %.4f", evaluation.eval_id, evaluation.num_episodes, loss)
-        self._score(evaluation.step, -loss)
+        if self._scores_losses:
+            self._score(evaluation.step, -loss)
         self._log.put(evaluation.eval_id, RECORDED)
         self._recorded.add(evaluation.eval_id)
 

@@ -85,6 +85,24 @@ def test_tags_without_success_are_not_missing_in_that_of_others(tmp_path: Path) 
     assert scores == [1.0]
 
 
+@pytest.mark.parametrize(("scores_losses", "expected"), [(True, [-0.5]), (False, [])])
+def test_the_loss_scores_checkpoints_of_runs_that_do_not_play(
+    tmp_path: Path, *, scores_losses: bool, expected: list[float]
+) -> None:
+    sink, scores = ListSink(), list[float]()
+    evaluations = Evaluations(
+        FakeLearnerBuffer(),
+        sink,
+        DictLog(),
+        tmp_path,
+        lambda _, score: scores.append(score),
+        scores_losses=scores_losses,
+    )
+    evaluations.record_losses(Evaluation("during", "loss", 3, 4), {"loss": Partial("mean", 2.0, 4.0)})
+    assert scores == expected
+    assert sink.records[0].values["loss"].value == 0.5
+
+
 def record(
     folder: Path, metrics: Sequence[dict[str, float]], tags: Sequence[str] = ("Walk", "Walk", "Walk", "Walk")
 ) -> tuple[Mapping[str, Partial], list[float]]:
