@@ -5,14 +5,16 @@ generation prompt. An answer that lacks the thought which the prompt opens start
 after the end-of-turn token is excluded.
 """
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from jinja2 import TemplateError
 
+from offbeat.services.chat.messages import CallStyle
 from offbeat.services.chat.template import NAME, USER, load_chat_template
 from offbeat.services.chat.tokenizer import load_tokenizer
 from offbeat.services.chat.vision import ImageProcessor
@@ -41,7 +43,8 @@ class AssistantTokens:
     def __init__(self, folder: Path) -> None:
         """Load a Hugging Face folder's template; raises RolloutError."""
         self._folder = folder
-        self._end_text = load_chat_template(folder).end_text
+        template = load_chat_template(folder)
+        self._end_text, self._style = template.end_text, template.style
         self._tokenizer = load_tokenizer(folder)
         self._backend = self._tokenizer.backend_tokenizer
         self._backend.no_truncation()
@@ -68,7 +71,7 @@ class AssistantTokens:
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
         if not answers:
             raise ConversationError("there is no assistant turn to learn")
-        messages = messages[: answers[-1] + 1]
+        messages = [_in_style(message, self._style) for message in messages[: answers[-1] + 1]]
         text = self._render(messages, tools)
         chosen = answers[-1:] if last_only else answers
         spans = self._tagged_spans(messages, tools, chosen) if self._has_tags else None
@@ -183,6 +186,31 @@ class AssistantTokens:
         if (end := text.rfind(NAME)) < 0:
             raise ConversationError("the chat template leaves out the text of an answer")
         return text[:end]
+
+
+def _in_style(message: dict[str, Any], style: CallStyle) -> dict[str, Any]:
+    """Return a message with the arguments of its calls in the form that the template takes, as in a rollout."""
+    calls: Any = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_call_in_style(call, style) for call in cast(list[Any], calls)]}
+
+
+def _call_in_style(value: Any, style: CallStyle) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    call = cast(Mapping[str, Any], value)
+    if "function" in call:
+        return {**call, "function": _call_in_style(call["function"], style)}
+    arguments = call.get("arguments")
+    if isinstance(arguments, Mapping) and style.text_arguments:
+        return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    if not isinstance(arguments, str) or style.text_arguments:
+        return call
+    try:
+        return {**call, "arguments": json.loads(arguments or "{}")}
+    except (ValueError, RecursionError) as error:
+        raise ConversationError(f"the arguments of a tool call are no JSON: {error}") from error
 
 
 def content_parts(message: dict[str, Any]) -> list[dict[str, Any]]:

@@ -60,11 +60,17 @@ class ChatTemplate:
         self._render = render
         self._tokenizer = tokenizer
         self._parser = parser
-        self._style = _call_style(render)
+        self.style = _call_style(render)
         self.end_id, self.end_text = _end_of_turn(render, tokenizer)
         self.stop_ids = tuple(dict.fromkeys((self.end_id, *extra_stop_ids)))
-        self.tools = _tool_format(render, tokenizer, self.end_text, self._style)
+        self.start_ids = _start_of_text(tokenizer)
+        """Tokens that the tokenizer puts before a text, such as Llama 3's BOS; chat templates write their own."""
+        self.tools = _tool_format(render, tokenizer, self.end_text, self.style)
         self._encode = lru_cache(MAX_CACHED_TEXTS)(self._encode_now)
+
+    @property
+    def reads_calls(self) -> bool:
+        return self.tools is not None or self._parser is not None
 
     def render(self, messages: Sequence[ChatMessage], tools: Tools, *, prompt: bool) -> str:
         """Render a conversation; `prompt` adds the generation prompt.
@@ -72,7 +78,7 @@ class ChatTemplate:
         Raises:
             UnusableError: rejected, or unsupported tools.
         """
-        if tools and self.tools is None and self._parser is None:
+        if tools and not self.reads_calls:
             raise UnusableError(
                 "the policy's chat template writes no tool calls that are read here: call without `tools`, or name a parser "
                 "by tool_call_parser"
@@ -82,7 +88,7 @@ class ChatTemplate:
     def write(self, messages: Sequence[ChatMessage], tools: Tools, *, prompt: bool) -> str:
         """Render even if calls can't be parsed. Raises UnusableError."""
         try:
-            return self._render([message.for_template(self._style) for message in messages], tools, prompt)
+            return self._render([message.for_template(self.style) for message in messages], tools, prompt)
         except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
             raise UnusableError(f"the policy's chat template can't render these messages: {error}") from error
 
@@ -150,6 +156,11 @@ def _end_of_turn(render: RenderAny, tokenizer: Tokenizer) -> tuple[int, str]:
         f"the chat template puts {after_answer[:20]!r} after an answer, which is no special token of the tokenizer: the "
         "end of an answer can't be determined"
     )
+
+
+def _start_of_text(tokenizer: Tokenizer) -> tuple[int, ...]:
+    ids, plain = (tokenizer.encode(NAME, add_special_tokens=each).ids for each in (True, False))
+    return tuple(ids[: ids.index(plain[0])]) if plain else ()
 
 
 USER = {"role": "user", "content": KEY}

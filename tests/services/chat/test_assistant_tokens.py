@@ -160,17 +160,21 @@ def test_the_tokens_before_an_answer_are_the_prompt_of_a_rollout(family: str, tm
     assert tuple(ids[turns[0][0] : turns[0][1]]) == (*chat.encode("Down  of P."), chat.end_id)
 
 
-def test_calls_of_tools_are_learned_and_their_results_not(tmp_path: Path):
+@pytest.mark.parametrize("arguments", [{"at": "G"}, '{"at":"G"}'], ids=["object", "text"])
+@pytest.mark.parametrize("printed", ["tool_call.arguments | tojson", "tool_call.arguments"])
+def test_calls_of_tools_are_learned_and_their_results_not(arguments: Any, printed: str, tmp_path: Path):
+    """By templates that take the arguments as an object and as JSON, whichever the row has."""
     tool = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}}}
-    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"at": "G"}}}
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": arguments}}
     messages = [
         {"role": "user", "content": "Where is G ?"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "Down"},
         {"role": "assistant", "content": "Down ."},
     ]
-    learned = texts(load(tmp_path, QWEN), messages, [tool])
-    call_text = '\n<tool_call>\n{"name": "look", "arguments": {"at": "G"}}\n</tool_call><|im_end|>'
+    learned = texts(load(tmp_path, QWEN.replace("tool_call.arguments | tojson", printed)), messages, [tool])
+    given = arguments if isinstance(arguments, str) and "tojson" not in printed else '{"at": "G"}'
+    call_text = f'\n<tool_call>\n{{"name": "look", "arguments": {given}}}\n</tool_call><|im_end|>'
     assert learned == [call_text.removeprefix("\n"), "Down .<|im_end|>"]
 
 
@@ -224,6 +228,7 @@ def test_what_precedes_an_answer_without_a_question_is_not_learned(family: str, 
     [
         ([{"role": "user", "content": "x"}], "no assistant turn"),
         ([{"role": "system", "content": "x"}, *DIALOGUE], "can't render"),
+        ([DIALOGUE[0], {**DIALOGUE[1], "tool_calls": [{"function": {"arguments": "{"}}]}], "are no JSON"),
     ],
 )
 def test_what_can_not_be_learned_is_refused(messages: list[Any], problem: str, tmp_path: Path):
