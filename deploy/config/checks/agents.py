@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterator
 
 from offbeat.envs.class_path import current_path
-from offbeat.services.rollout.agents.process import agent_environment
+from offbeat.services.rollout.agents.environment import agent_environment
 from offbeat.services.rollout.agents.runner import is_coroutine
 from offbeat.services.rollout.config import AgentRunner, CustomEnv
 from offbeat.trainer.config.issue import ConfigIssue

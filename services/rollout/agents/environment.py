@@ -1,0 +1,48 @@
+"""Environment variables of agents' processes; imports only the standard library."""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+GATEWAY_HOST = "127.0.0.1"
+
+
+def agent_environment(python: str) -> dict[str, str]:
+    """Return the environment of Python agents.
+
+    python: empty for this interpreter; others get this one's path without installed packages.
+    """
+    here = [os.getcwd(), *(path for path in sys.path if path)]
+    if not python:
+        return {**os.environ, **bypass_proxy(), "PYTHONPATH": os.pathsep.join(dict.fromkeys(here))}
+    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONHOME", "VIRTUAL_ENV")}
+    folder = os.path.dirname(os.path.abspath(shutil.which(python) or python))
+    programs = os.pathsep.join([folder, os.environ.get("PATH", os.defpath)])
+    return {**kept, **bypass_proxy(), "PATH": programs, "PYTHONPATH": _without_installed(here)}
+
+
+def command_environment() -> dict[str, str]:
+    """Return the environment of commands, whose Python may be another one: `PYTHONPATH` without installed packages."""
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return {**os.environ, **bypass_proxy(), "PYTHONPATH": _without_installed(filter(None, paths))}
+
+
+def bypass_proxy() -> dict[str, str]:
+    """Return the variables that keep calls to the gateway from the proxy that `http_proxy` names."""
+    names = ("no_proxy", "NO_PROXY")
+    hosts = os.environ.get(names[0]) or os.environ.get(names[1])
+    if hosts and "*" in hosts.split(","):
+        return {}
+    return dict.fromkeys(names, f"{hosts},{GATEWAY_HOST}" if hosts else GATEWAY_HOST)
+
+
+def _without_installed(paths: Iterable[str]) -> str:
+    installed = tuple(os.path.realpath(prefix) for prefix in {sys.prefix, sys.base_prefix})
+    own = (path for path in paths if not os.path.realpath(path).startswith(installed) and not _holds_offbeat(path))
+    return os.pathsep.join(dict.fromkeys(own))
+
+
+def _holds_offbeat(path: str) -> bool:
+    return (Path(path) / "offbeat" / "__init__.py").is_file()
