@@ -279,6 +279,8 @@ class BadEnv(CountingEnv):
         match self.how:
             case "raise":
                 raise RuntimeError("broken")
+            case "surrogate":
+                raise RuntimeError("broken: \ud83d")
             case "stop_iteration":
                 raise StopIteration
             case "exit":
@@ -291,6 +293,10 @@ class BadEnv(CountingEnv):
                 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
                 Path(self.marker).write_text(str(child.pid))
                 time.sleep(1000)
+            case "leave_daemon":
+                child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+                Path(self.marker).write_text(str(child.pid))
+                raise RuntimeError("broken")
             case "print":
                 print("noise on stdout", flush=True)  # noqa: T201
             case _:
@@ -298,14 +304,23 @@ class BadEnv(CountingEnv):
 
 
 class Crowd(CountingEnv):
-    """Reports how many instances were in a step at once; each step waits for a second one."""
+    """Reports how many instances were in a step or constructor at once; each of these waits for a second one."""
 
     metrics_agg_mode = {"inside": "max"}  # noqa: RUF012
     door = threading.Condition()
     inside = 0
     entered = 0
 
+    def __init__(self, *, waits_when_made: bool = False) -> None:
+        super().__init__()
+        self._largest = self._meet() if waits_when_made else 0
+
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self._largest = max(self._largest, self._meet())
+        observation, reward, terminated, truncated, info = super().step(action)
+        return observation, reward, terminated, truncated, {**info, "inside": self._largest}
+
+    def _meet(self) -> int:
         with Crowd.door:
             Crowd.inside += 1
             Crowd.entered += 1
@@ -314,8 +329,7 @@ class Crowd(CountingEnv):
             Crowd.door.wait_for(lambda: Crowd.inside > 1 or Crowd.entered > mine, timeout=2.0)
             largest = max(largest, Crowd.inside)
             Crowd.inside -= 1
-        observation, reward, terminated, truncated, info = super().step(action)
-        return observation, reward, terminated, truncated, {**info, "inside": largest}
+        return largest
 
 
 class WaitingEnv(CountingEnv):

@@ -3,8 +3,10 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.play.agents import TextSampler, make_random_agent
@@ -82,6 +84,25 @@ class _LocalEnv:
 
     async def image(self) -> bytes:
         return call_env("image_error", render_png, self.env)
+
+
+class _LimitedEnv:
+    """A leased env within its tag's lock and limit."""
+
+    def __init__(self, env: PlayableEnv, limiter: AbstractAsyncContextManager[Any]) -> None:
+        self._env, self._limiter = env, limiter
+
+    async def reset(self, seed: int) -> Opening:
+        async with self._limiter:
+            return await self._env.reset(seed)
+
+    async def step(self, action: str) -> StepResult:
+        async with self._limiter:
+            return await self._env.step(action)
+
+    async def image(self) -> bytes:
+        async with self._limiter:
+            return await self._env.image()
 
 
 def build_tasks(config: RunConfig, request: EpisodeRequest, rows: AnsweredRows | None = None) -> list[Task]:
@@ -188,7 +209,7 @@ async def _play(
     lease = await pool.take(task.tag, request.kind)
     finished = False
     try:
-        trajectory = await run(lease.runner, lease.traits, sample)
+        trajectory = await run(_LimitedEnv(lease.runner, pool.step_limiter(task.tag)), lease.traits, sample)
         finished = True
         return trajectory
     finally:

@@ -117,7 +117,7 @@ class CustomEnv(Config):
     in a child process, killed if hung.
     """
     use_thread_lock: bool = False
-    """Lock around resets and steps of such tags per worker, for envs that are not thread-safe."""
+    """Lock around constructors, resets, steps and images of such tags per worker, for envs that are not thread-safe."""
     max_env_step_concurrent: int | None = Field(default=None, ge=1)
     """Concurrent resets and steps in the run, divided evenly among workers (at least one each); None: unlimited."""
     memory_gib: float = Field(default=4.0, gt=0)

@@ -5,8 +5,9 @@ import json
 from collections import OrderedDict
 
 from offbeat.services.buffer.api import RolloutBuffer
+from offbeat.services.errors import EpisodeError
 from offbeat.services.retry import retry_until_answered
-from offbeat.services.rollout.tasks import Task, TaskConfig, train_task
+from offbeat.services.rollout.tasks import BAD_TASK, Task, TaskConfig, train_task
 
 MAX_CACHED_TASKS = 4096
 """Groups; older ones are reread."""
@@ -24,7 +25,7 @@ class TaskAssigner:
         """Read a training group's task, or draw and store it; retry during outages.
 
         Raises:
-            ValueError: the sampler drew an invalid task.
+            EpisodeError: `bad_task`, as the sampler failed or drew an invalid task.
         """
         if self._config.train_env_manager.task_sampler is None:
             return train_task(self._config, self._seed, number)
@@ -38,6 +39,12 @@ class TaskAssigner:
     async def _fetch_or_draw(self, number: int) -> Task:
         stored, state = await retry_until_answered(lambda: self._buffer.task(number))
         if not stored:
-            drawn = json.dumps(train_task(self._config, self._seed, number, state))
+            drawn = json.dumps(self._draw(number, state))
             stored, _ = await retry_until_answered(lambda: self._buffer.task(number, drawn))
         return Task(*json.loads(stored))
+
+    def _draw(self, number: int, state: str) -> Task:
+        try:
+            return train_task(self._config, self._seed, number, state)
+        except Exception as error:  # the user's code
+            raise EpisodeError(BAD_TASK, f"{type(error).__name__}: {error}") from error

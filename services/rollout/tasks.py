@@ -19,6 +19,8 @@ from offbeat.services.rollout.config import CustomEnv, EnvManagerConfig
 
 FIRST_EVAL_SEED = 1 << 31
 TRAIN, EVAL = 0, 1
+BAD_TASK, SAMPLER_KEY = "bad_task", "train_env_manager.task_sampler"
+"""Reason of a failed draw, and the key that may fix it."""
 
 
 class TaskConfig(Protocol):

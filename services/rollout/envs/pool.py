@@ -95,7 +95,8 @@ class EnvPool:
             return self._idle[key].pop()
         runner = self._make(self._envs[tag], kind)
         try:
-            return LeasedEnv(key, runner, await runner.start())
+            async with self._lock if self._envs[tag].use_thread_lock else _UNLIMITED:
+                return LeasedEnv(key, runner, await runner.start())
         except BaseException:
             await asyncio.shield(runner.close())
             raise

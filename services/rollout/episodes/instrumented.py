@@ -62,7 +62,8 @@ class InstrumentedEpisode:
 
     async def image(self) -> bytes:
         self._waiting.enter(Wait.ENV)
-        return await self._env.image()
+        async with self._step_limiter:
+            return await self._env.image()
 
     async def sample(
         self, prompt: Sequence[int], max_new_tokens: int, images: tuple[PromptImage, ...] = ()

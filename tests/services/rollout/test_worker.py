@@ -72,6 +72,17 @@ async def test_workers_use_the_first_draw_of_a_sampler_for_a_group(bench):
         assert len({(task.number, each.tag, each.seed) for task, each in b.buffer.submitted.items()}) == 3
 
 
+async def test_a_failure_of_the_task_sampler_is_not_blamed_on_an_env(bench):
+    manager = EnvManagerConfig.model_validate({"task_sampler": {"path": "offbeat.envs.task_samplers:Levels"}})
+    async with bench(train_env_manager=manager) as b:
+        b.buffer.sampler_state = "{}"
+        b.buffer.offer(*group(0, 1))
+        await b.until_done(1)
+        assert [reason for _, reason in b.buffer.failed] == ["bad_task"]
+        report = b.worker._outcomes.report()
+    assert (report["key"], report["error"]) == ("train_env_manager.task_sampler", "bad_task: KeyError: 'level'")
+
+
 async def test_no_more_calls_of_an_env_are_under_way_than_its_share(bench):
     crowd = custom("Crowd", "thread", max_steps=3, max_env_step_concurrent=4)
     rollout = RolloutConfig(max_env_num_per_worker=16, num_workers=2)
@@ -82,9 +93,10 @@ async def test_no_more_calls_of_an_env_are_under_way_than_its_share(bench):
 
 
 @pytest.mark.parametrize(("locked", "most"), [(True, 1), (False, 2)])
-async def test_use_thread_lock_serializes_resets_and_steps(bench, locked: bool, most: int):
+async def test_use_thread_lock_serializes_constructors_and_steps(bench, locked: bool, most: int):
     """Together with the tag's share of `max_env_step_concurrent`, whichever is smaller."""
-    crowd = custom("Crowd", "thread", max_steps=1, max_env_step_concurrent=2, use_thread_lock=locked)
+    rules = {"max_steps": 1, "max_env_step_concurrent": 2, "env_config": {"waits_when_made": True}}
+    crowd = custom("Crowd", "thread", **rules, use_thread_lock=locked)
     async with bench(*group(0, 2), custom_envs={"Crowd": crowd}) as b:
         await b.until_done(2)
         assert max(each.metrics["inside"] for each in b.buffer.submitted.values()) == most
