@@ -19,7 +19,7 @@ from offbeat.trainer.config.issue import ConfigIssue
 APP_KEY = "actor_infer.app"
 IGNORED_ARCHITECTURE_KEYS = {"_name_or_path", "transformers_version", "initializer_range", "dtype", "torch_dtype"}
 """`config.json` keys without effect on an engine with the broker's weights."""
-RUN_SPECIFIC_KEYS = {"app", "generating_args", "request_timeout_s", "update_timeout_s", "cpus_per_replica"}
+RUN_SPECIFIC_KEYS = {"app", "generating_args", "request_timeout_s", "cpus_per_replica"}
 """`actor_infer` keys that may differ."""
 
 

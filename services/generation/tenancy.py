@@ -43,6 +43,8 @@ class Tenant:
     """Unique id."""
     start: str = ""
     """Distinguishes starts of one name."""
+    request_timeout_s: float | None = None
+    """Of `actor_infer`; None: the application's."""
 
 
 class EngineOffer(BaseModel):
@@ -55,10 +57,17 @@ class EngineOffer(BaseModel):
     log_dir: str
 
 
+class _EngineRules(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    request_timeout_s: float | None = None
+
+
 class _SharingRules(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     weights: WeightsConfig
+    actor_infer: _EngineRules = _EngineRules()
 
 
 def read_architecture(model: Path) -> dict[str, JsonValue]:
@@ -90,8 +99,15 @@ async def _find_tenant(redis: Redis, run_id: str) -> Tenant | None:
     if None in record:
         return None
     config, output_dir, created_at, attempt = (value.decode() for value in record)
-    weights = _SharingRules.model_validate_json(config).weights
-    return Tenant(run_id, Path(output_dir), weights, (uid or b"").decode(), f"{created_at}/{attempt}")
+    rules = _SharingRules.model_validate_json(config)
+    return Tenant(
+        run_id,
+        Path(output_dir),
+        rules.weights,
+        (uid or b"").decode(),
+        f"{created_at}/{attempt}",
+        rules.actor_infer.request_timeout_s,
+    )
 
 
 class Tenancy:
@@ -116,6 +132,8 @@ class Tenancy:
         self._engine, self._salt = engine, secrets.token_hex(4)
         self._redis, self._pulls = redis, pulls
         self._metrics = AsyncRedisMetrics(redis, tenant.run_id, tenant.uid)
+        if tenant.request_timeout_s is not None:
+            config = config.model_copy(update={"request_timeout_s": tenant.request_timeout_s})
         self.replica = GenerationReplica(replica_id, engine.salted(self._salt), subscriber, config)
         self._tasks: list[asyncio.Task[None]] = []
 

@@ -55,7 +55,13 @@ def test_run_specific_settings_do_not_prevent_a_match():
 
 @pytest.mark.parametrize(
     "override",
-    ["actor_infer.dtype=bfloat16", "actor_infer.num_replicas=2", "tiny.hidden_size=128", "sequence_length=1024"],
+    [
+        "actor_infer.dtype=bfloat16",
+        "actor_infer.num_replicas=2",
+        "actor_infer.update_timeout_s=300.0",
+        "tiny.hidden_size=128",
+        "sequence_length=1024",
+    ],
 )
 def test_run_with_another_engine_deploys_its_own(override: str):
     assert choose(run_config(override), {"a": offer(run_config())}) is None

@@ -1,4 +1,5 @@
 import asyncio
+import json
 from functools import partial
 from pathlib import Path
 
@@ -14,15 +15,17 @@ from offbeat.services.generation.tenancy import (
     find_tenants,
 )
 from offbeat.services.keys import RunKeys, claims_key
+from offbeat.services.messages.types import GenerateRequest, Sampling
 from offbeat.services.redis import connection
 from offbeat.services.weights.config import WeightsConfig
 from tests.services.generation.generation_fakes import FakeEngine
+from tests.waiting import PATIENCE_S
 
 WEIGHTS = '{"weights": {"transport": "fs", "url": "/weights"}, "max_steps": 3}'
 
 
-async def record(async_redis: Redis, run_id: str, *, attempt: int = 1) -> None:
-    fields = {"config": WEIGHTS, "output_dir": f"/runs/{run_id}", "created_at": "5.0", "attempt": str(attempt)}
+async def record(async_redis: Redis, run_id: str, *, attempt: int = 1, config: str = WEIGHTS) -> None:
+    fields = {"config": config, "output_dir": f"/runs/{run_id}", "created_at": "5.0", "attempt": str(attempt)}
     await async_redis.hset(RunKeys(run_id).record, mapping=fields)  # pyright: ignore[reportGeneralTypeIssues]
 
 
@@ -71,6 +74,18 @@ class Saltless:
 
     async def release(self, salt: str) -> None:
         pass
+
+
+async def test_a_turn_is_limited_by_its_run_and_not_by_the_application(async_redis: Redis, redis_url: str):
+    limits = {"actor_infer": {"request_timeout_s": 0.01, "update_timeout_s": 9.0}}
+    await record(async_redis, "one", config=json.dumps(json.loads(WEIGHTS) | limits))
+    await claim(async_redis, "one")
+    (served,) = await find_tenants(async_redis, "engines")
+    tenancy = Tenancy(served, "r", Saltless(), GenerationConfig(), redis_url)  # type: ignore[arg-type]
+    async with asyncio.timeout(PATIENCE_S):
+        ((answer,),) = [part async for part in tenancy.replica.generate([GenerateRequest("a", (1,), Sampling())])]
+    assert answer.error == "no answer within 0.01 s"
+    await tenancy.end()
 
 
 async def test_a_redis_that_has_gone_without_a_word_is_noticed(
