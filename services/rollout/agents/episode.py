@@ -134,6 +134,8 @@ class HttpEnvSession:
         session = self.session
         assert session is not None, "call agent_task() first"
         async with self._turn:
+            if self.error:
+                raise InvalidCallError(f"the env failed: {self.error.reason}", "episode_over")
             if self.over:
                 raise InvalidCallError(f"the episode is over: {self.over.value}", "episode_over")
             try:
@@ -237,6 +239,8 @@ async def _finish(
     try:
         outcome = await running
         await http_env.settle()
+        if http_env.error is not None:
+            raise http_env.error
         if outcome.answer is not None and not http_env.over:
             await http_env.step(outcome.answer)
     except EpisodeError as error:
