@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 
 class AwakeClock:
@@ -43,6 +43,13 @@ class AwakeClock:
             yield
         finally:
             del self._deadlines[limit]
+
+    @asynccontextmanager
+    async def timeout(self, seconds: float) -> AsyncIterator[None]:
+        """Limit a block as `asyncio.timeout` does, by this clock."""
+        async with asyncio.timeout(None) as limit:
+            with self.limited(limit, seconds):
+                yield
 
     def _reschedule(self) -> None:
         for limit, deadline in self._deadlines.items():

@@ -91,6 +91,22 @@ def hangs_with_child(_: AgentTask) -> None:
     time.sleep(1000)
 
 
+def leaves_daemon(task: AgentTask) -> float:
+    daemon = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    Path(os.environ["OFFBEAT_TEST_MARKER"]).write_text(str(daemon.pid))
+    return float(task.seed)
+
+
+def hangs_with_daemon(task: AgentTask) -> None:
+    leaves_daemon(task)
+    time.sleep(1000)
+
+
+def crashes_with_daemon(task: AgentTask) -> None:
+    leaves_daemon(task)
+    os._exit(3)
+
+
 def _ask(task: AgentTask, messages: list[dict[str, str]]) -> str:
     headers = {"Authorization": f"Bearer {task.api_key}", "Content-Type": "application/json"}
     body = json.dumps({"model": task.model, "messages": messages}).encode()

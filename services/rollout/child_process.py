@@ -9,11 +9,13 @@ import os
 import signal
 import struct
 import sys
+import time
 from contextlib import suppress
 from typing import Any, cast
 
 import msgpack
 
+from offbeat.services.awake_clock import AwakeClock
 from offbeat.services.errors import EpisodeError
 
 logger = logging.getLogger(__name__)
@@ -21,17 +23,21 @@ logger = logging.getLogger(__name__)
 LENGTH = struct.Struct("<I")
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_PRINTED_BYTES = 1024 * 1024
-"""Of a child's log."""
+"""Of a child's log, per `PRINT_INTERVAL_S`."""
+PRINT_INTERVAL_S = 600.0
 CHUNK = 64 * 1024
 THROTTLE_S = 0.01
 """Pause per chunk beyond it."""
+LAST_OUTPUT_S = 1.0
+"""Time to log a killed child's output, whose pipe other processes may hold open."""
 
 
 class ChildProcess:
     """Process of `child_main`; one caller at a time."""
 
-    def __init__(self, module: str, crash_reason: str, *, quiet: bool = False) -> None:
-        """crash_reason: `EpisodeError.reason` for death or protocol violation; quiet: drop output."""
+    def __init__(self, module: str, crash_reason: str, *, quiet: bool = False, clock: AwakeClock | None = None) -> None:
+        """crash_reason: `EpisodeError.reason` for death or protocol violation. quiet: drop output. clock: of timeouts."""
+        self._clock = clock or AwakeClock()
         self._quiet = quiet
         self._module = module
         self._crash_reason = crash_reason
@@ -78,7 +84,7 @@ class ChildProcess:
         """
         self.is_busy = True
         try:
-            async with asyncio.timeout(timeout_s):
+            async with self._clock.timeout(timeout_s):
                 ok, answer = await self._exchange([name, *args])
         except TimeoutError:
             await self.kill()
@@ -103,15 +109,7 @@ class ChildProcess:
         child, self._child = self._child, None
         if child is None:
             return None
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        if child.stdin is not None:
-            child.stdin.close()
-        try:
-            return await asyncio.shield(child.wait())
-        finally:
-            if self._forwarding is not None:
-                self._forwarding.cancel()
+        return await asyncio.shield(end_child(child, self._forwarding))
 
     async def _exchange(self, command: list[Any]) -> tuple[bool, Any]:
         child = self._child
@@ -128,14 +126,35 @@ class ChildProcess:
         return bool(ok), answer
 
 
+async def end_child(child: asyncio.subprocess.Process, output: "asyncio.Task[None] | None") -> int:
+    """Kill the process group and log its last output; return the exit status.
+
+    Closes the pipes, which a process in a session of its own may hold open: until then asyncio reports no exit.
+    """
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    if output is not None:
+        await asyncio.wait({output}, timeout=LAST_OUTPUT_S)
+        output.cancel()
+    for number in range(3):
+        if pipe := child._transport.get_pipe_transport(number):  # pyright: ignore
+            pipe.close()
+    return await child.wait()
+
+
 async def forward_output(child: asyncio.subprocess.Process) -> None:
     assert child.stderr is not None
-    num_bytes = 0
+    num_bytes, began = 0, time.monotonic()
     while chunk := await child.stderr.read(CHUNK):
+        if time.monotonic() >= began + PRINT_INTERVAL_S:
+            num_bytes, began = 0, time.monotonic()
         num_bytes += len(chunk)
         if num_bytes <= MAX_PRINTED_BYTES:
             os.write(2, chunk)
             continue
         if num_bytes - len(chunk) <= MAX_PRINTED_BYTES:
-            logger.warning("process %d has printed %d bytes; further output is dropped", child.pid, num_bytes)
+            logger.warning(
+                "process %d has printed %d bytes in %.0f s; further output is dropped for %.0f s",
+                *(child.pid, num_bytes, time.monotonic() - began, began + PRINT_INTERVAL_S - time.monotonic()),
+            )
         await asyncio.sleep(THROTTLE_S)

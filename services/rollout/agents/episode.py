@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.envs.prompts import fill_template
+from offbeat.services.awake_clock import AwakeClock
 from offbeat.services.chat.capture import Captured
 from offbeat.services.chat.template import ChatTemplate, load_chat_template
 from offbeat.services.chat.tool_parsers import load_parser
@@ -37,11 +38,11 @@ from offbeat.services.rollout.episodes.errors import error_metrics, reward_of
 
 
 class AgentRuntime:
-    def __init__(self, templates: Mapping[str | None, ChatTemplate]) -> None:
-        """templates: by tool call parser."""
+    def __init__(self, templates: Mapping[str | None, ChatTemplate], clock: AwakeClock | None = None) -> None:
+        """templates: by tool call parser. clock: of agents' time."""
         self.templates = templates
         self.gateway = Gateway()
-        self.pool = AgentPool()
+        self.pool = AgentPool(clock)
 
     async def close(self) -> None:
         await self.pool.close()
@@ -67,14 +68,17 @@ def load_agent_template(model_folder: Path, tool_call_parser: str | None) -> Cha
         return plain  # usable by an agent without tools
 
 
-def runtime_for(custom_envs: Mapping[str, CustomEnv], model_folder: Path) -> AgentRuntime | None:
+def runtime_for(
+    custom_envs: Mapping[str, CustomEnv], model_folder: Path, clock: AwakeClock | None = None
+) -> AgentRuntime | None:
     """Return None without agents.
 
     Raises:
         RolloutError: as `load_agent_template`.
     """
     parsers = {env.agent_runner.tool_call_parser for env in custom_envs.values() if env.agent_runner}
-    return AgentRuntime({name: load_agent_template(model_folder, name) for name in parsers}) if parsers else None
+    templates = {name: load_agent_template(model_folder, name) for name in parsers}
+    return AgentRuntime(templates, clock) if templates else None
 
 
 def agent_slot(runtime: AgentRuntime | None, tag: str, env: CustomEnv) -> AbstractAsyncContextManager[Any]:

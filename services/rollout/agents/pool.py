@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from offbeat.services.awake_clock import AwakeClock
 from offbeat.services.errors import EpisodeError
 from offbeat.services.rollout.agents.process import AgentProcess
 from offbeat.services.rollout.agents.task import AgentTask
@@ -27,7 +28,9 @@ class AgentOutcome:
 
 
 class AgentPool:
-    def __init__(self) -> None:
+    def __init__(self, clock: AwakeClock | None = None) -> None:
+        """clock: of episodes' time."""
+        self._clock = clock or AwakeClock()
         self._processes: defaultdict[str, list[AgentProcess]] = defaultdict(list)
         self._limiters: dict[str, asyncio.Semaphore] = {}
 
@@ -42,7 +45,7 @@ class AgentPool:
             EpisodeError: `agent_error`, `agent_timeout`, `agent_crashed` or `agent_result`.
         """
         if runner.command:
-            return outcome_of(await _run_command(runner, task))
+            return outcome_of(await _run_command(runner, task, self._clock))
         process = self._take(runner, task.tag)
         try:
             return outcome_of(await process.ask(runner.path, task.plain(), runner.timeout_s))
@@ -55,7 +58,7 @@ class AgentPool:
         free = [process for process in self._processes[tag] if process.is_free]
         if free:
             return max(free, key=lambda process: process.num_episodes)
-        process = AgentProcess(runner.python, runner.episodes_per_process, runner.cancel_grace_s)
+        process = AgentProcess(runner.python, runner.episodes_per_process, runner.cancel_grace_s, self._clock)
         self._processes[tag].append(process)
         return process
 
@@ -65,8 +68,8 @@ class AgentPool:
         await asyncio.gather(*(process.kill() for process in processes))
 
 
-async def _run_command(runner: AgentRunner, task: AgentTask) -> Any:
-    child = ChildProcess(COMMAND_MODULE, "agent_crashed")
+async def _run_command(runner: AgentRunner, task: AgentTask, clock: AwakeClock) -> Any:
+    child = ChildProcess(COMMAND_MODULE, "agent_crashed", clock=clock)
     try:
         await child.start()
         return await child.ask("run", runner.timeout_s, list(runner.command), task.plain())

@@ -7,9 +7,6 @@ Invariants: a process that crashed, hung or broke the protocol is killed with it
 import asyncio
 import itertools
 import json
-import os
-import shutil
-import signal
 import sys
 from collections.abc import Coroutine, Mapping
 from contextlib import suppress
@@ -17,49 +14,33 @@ from pathlib import Path
 from typing import Any, cast
 
 from offbeat.envs.class_path import current_path
+from offbeat.services.awake_clock import AwakeClock
 from offbeat.services.errors import EpisodeError
-from offbeat.services.rollout.child_process import MAX_MESSAGE_BYTES, forward_output
+from offbeat.services.rollout.agents.environment import agent_environment
+from offbeat.services.rollout.child_process import MAX_MESSAGE_BYTES, end_child, forward_output
 
 RUNNER = Path(__file__).with_name("runner.py")
-LAST_OUTPUT_S = 1.0
-"""Time to log an ended process's output."""
 REASONS = {"error": "agent_error", "result": "agent_result", "cancelled": "agent_timeout"}
 """Kind of failure -> `EpisodeError.reason`."""
-
-
-def agent_environment(python: str) -> dict[str, str]:
-    """Return the environment of agents.
-
-    python: empty for this interpreter; others get this one's path without installed packages.
-    """
-    here = [os.getcwd(), *(path for path in sys.path if path)]
-    if not python:
-        return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(here))}
-    installed = tuple(os.path.realpath(prefix) for prefix in {sys.prefix, sys.base_prefix})
-    own = [path for path in here if not os.path.realpath(path).startswith(installed) and not _holds_offbeat(path)]
-    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONHOME", "VIRTUAL_ENV")}
-    folder = os.path.dirname(os.path.abspath(shutil.which(python) or python))
-    programs = os.pathsep.join([folder, os.environ.get("PATH", os.defpath)])
-    return {**kept, "PATH": programs, "PYTHONPATH": os.pathsep.join(dict.fromkeys(own))}
-
-
-def _holds_offbeat(path: str) -> bool:
-    return (Path(path) / "offbeat" / "__init__.py").is_file()
 
 
 class AgentProcess:
     """Process started by the first episode.
 
-    capacity: concurrent episodes. cancel_grace_s: for a cancelled coroutine to end.
+    capacity: concurrent episodes. cancel_grace_s: for a cancelled coroutine to end. clock: of episodes' time.
     """
 
-    def __init__(self, python: str = "", capacity: int = 1, cancel_grace_s: float = 2.0) -> None:
+    def __init__(
+        self, python: str = "", capacity: int = 1, cancel_grace_s: float = 2.0, clock: AwakeClock | None = None
+    ) -> None:
+        self._clock = clock or AwakeClock()
         self._python = python
         self._capacity = capacity
         self._cancel_grace_s = cancel_grace_s
         self._starting = asyncio.Lock()
         self._child: asyncio.subprocess.Process | None = None
-        self._chores: list[asyncio.Task[None]] = []
+        self._output: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[None] | None = None
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._ids = itertools.count()
         self.num_episodes = 0
@@ -82,7 +63,7 @@ class AgentProcess:
         number = next(self._ids)
         self.num_episodes += 1
         try:
-            async with asyncio.timeout(timeout_s):
+            async with self._clock.timeout(timeout_s):
                 child = await self._start()
                 self._answers[number] = asyncio.get_running_loop().create_future()
                 request = {"id": number, "path": current_path(path), "task": task, "shared": self._capacity > 1}
@@ -116,14 +97,7 @@ class AgentProcess:
                 answer.exception()  # an episode that was cancelled does not await it
         if child is None:
             return
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        if child.stdin is not None:
-            child.stdin.close()
-        await asyncio.shield(child.wait())
-        for chore in self._chores:
-            if chore is not asyncio.current_task():
-                chore.cancel()
+        await asyncio.shield(end_child(child, self._output))
 
     async def _start(self) -> asyncio.subprocess.Process:
         async with self._starting:
@@ -138,10 +112,8 @@ class AgentProcess:
                 self._child = await starting
                 await self.kill()
                 raise
-            self._chores = [
-                asyncio.create_task(forward_output(child), name="agent output"),
-                asyncio.create_task(self._read(child), name="agent answers"),
-            ]
+            self._output = asyncio.create_task(forward_output(child), name="agent output")
+            self._reading = asyncio.create_task(self._read(child, self._output), name="agent answers")
             return child
 
     async def _execute(self) -> asyncio.subprocess.Process:
@@ -161,7 +133,7 @@ class AgentProcess:
         child.stdin.write(json.dumps(message).encode() + b"\n")
         await child.stdin.drain()
 
-    async def _read(self, child: asyncio.subprocess.Process) -> None:
+    async def _read(self, child: asyncio.subprocess.Process, output: "asyncio.Task[None]") -> None:
         assert child.stdout is not None
         why = ""
         try:
@@ -175,12 +147,8 @@ class AgentProcess:
                     waiting.set_result(cast(dict[str, Any], answer))
         except (ValueError, KeyError, TypeError) as error:  # ValueError: no JSON, or too long
             why = f"it broke the protocol: {error}"
-        if not why:
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            why = f"exit status {await child.wait()}"
-            await asyncio.wait(self._chores[:1], timeout=LAST_OUTPUT_S)
-        await self.kill(why)
+        if self._child is child:  # nothing has killed it
+            await self.kill(why or f"exit status {await end_child(child, output)}")
 
     async def _cancel(self, number: int) -> None:
         """Cancel a coroutine; kill a process of a plain function, without others, or stuck."""

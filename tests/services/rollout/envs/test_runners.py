@@ -142,6 +142,32 @@ async def test_a_hung_process_is_killed_with_its_children(tmp_path: Path):
         await wait_until(lambda: not alive(pid) and not alive(grandchild))
 
 
+async def test_a_daemon_that_holds_the_pipes_of_a_failed_process_delays_nobody(tmp_path: Path):
+    """It is in a session of its own, so it is not killed."""
+    marker = tmp_path / "m"
+    async with running("process", spec("BadEnv", how="leave_daemon", when="reset", marker=str(marker))) as runner:
+        await runner.start()
+        try:
+            async with asyncio.timeout(10):
+                with pytest.raises(EpisodeError, match="reset_error"):
+                    await runner.reset(0)
+        finally:
+            os.kill(int(marker.read_text()), signal.SIGKILL)
+
+
+async def test_output_is_forwarded_again_after_a_while(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("offbeat.services.rollout.child_process.PRINT_INTERVAL_S", 0.0)
+    (tmp_path / "flood").touch()
+    async with running("process", on_order(tmp_path, timeout_s=2.0)) as runner:
+        await runner.start()
+        await runner.reset(0)
+        with pytest.raises(EpisodeError, match="step_timeout"):
+            await runner.step("Right")
+    assert len(capfd.readouterr().err) > MAX_PRINTED_BYTES
+
+
 async def test_a_process_that_dies_is_a_crash_with_its_exit_status(tmp_path: Path):
     async with running("process", spec("BadEnv", how="crash", marker=str(tmp_path / "m"))) as runner:
         await runner.start()
