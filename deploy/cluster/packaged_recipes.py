@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-import yaml
-
 from offbeat.deploy.config.loader import compose_tree, packaged_configs
+from offbeat.deploy.config.yaml_limits import write_yaml
 
 
 class PackagedRecipes:
@@ -13,4 +12,4 @@ class PackagedRecipes:
         return packaged_configs()
 
     def recipe(self, name: str) -> str:
-        return yaml.safe_dump(compose_tree(Path(name)), sort_keys=False, allow_unicode=True)
+        return write_yaml(compose_tree(Path(name)))

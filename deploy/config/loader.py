@@ -3,7 +3,6 @@
 Invariant: a `ConfigError` lists all issues before the start.
 """
 
-import copy
 import json
 import math
 import re
@@ -16,23 +15,22 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import ValidationError
 
-from offbeat.deploy.config.checks.data import DATA_KEYS, check_epochs, steps_of_epochs
+from offbeat.deploy.config.checks.data import check_epochs, steps_of_epochs
 from offbeat.deploy.config.checks.devices import local_node
 from offbeat.deploy.config.checks.run import check_run
 from offbeat.deploy.config.defaults import recompute_cut_logprobs
 from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.devices import choose_devices, count_gpus
 from offbeat.deploy.config.errors import ConfigError, collect_issues
-from offbeat.deploy.config.hub import MODEL_KEYS, download, find, is_hub_id, resolve_models
+from offbeat.deploy.config.hub import download, find, resolve_models
+from offbeat.deploy.config.paths import expand_home, resolve_paths
 from offbeat.deploy.config.rights import check_rights
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.sharing import choose_turns
 from offbeat.deploy.config.transport import choose_transport
-from offbeat.deploy.config.yaml_limits import check_tree_limits, check_yaml_limits, load_yaml
+from offbeat.deploy.config.yaml_limits import check_tree_limits, check_yaml_limits, load_yaml, write_yaml
 from offbeat.deploy.run_marker import CONFIG, identify
-from offbeat.envs.registry import BUILT_IN
-from offbeat.services.chat.template_override import is_file
-from offbeat.trainer.config.aliases import KEYS, NEUTRAL, canonicalize, find_keys
+from offbeat.trainer.config.aliases import KEYS, NEUTRAL, canonicalize
 from offbeat.trainer.config.issue import ConfigIssue
 
 if TYPE_CHECKING:
@@ -41,24 +39,8 @@ if TYPE_CHECKING:
 CONFIGS = Path(__file__).parents[1] / "configs"
 MAX_DOCUMENT_CHARS = 1_000_000
 JSON_NUL = "\\u0000"
-TINY = "tiny"
 INTERPOLATION = re.compile(r"(\\*)\$\{")
 """Its start, with backslashes before it, of which two stand for one."""
-PROGRAM_KEYS = ("custom_envs.*.agent_runner.python", "actor_infer.strategy_args.python")
-"""Keys of paths, or of names on the PATH."""
-PATH_KEYS = (
-    *("output_dir", "logging_dir", "render_save_dir", "checkpoint_config.output_dir", "resume_from_checkpoint"),
-    "chat_template",
-    *DATA_KEYS,
-    *MODEL_KEYS,
-    *PROGRAM_KEYS,
-)
-"""Keys of local paths; `*` stands for any name or place."""
-ENV_PATH_KEYS = (
-    *("dataset_name", "val_dataset_name", "data_dir", "tasks_dir", "val_tasks_dir", "trials_dir"),
-    "tools.*.corpus",
-)
-"""Keys of local paths in `env_config` of built-in envs."""
 _composing = threading.Lock()
 """Hydra's state is global."""
 
@@ -76,7 +58,7 @@ def load_run(
     cores, nodes: of the cluster; None: of this machine. started: as in `check_run`.
     """
     gpus = count_gpus() if nodes is None else sum(node.gpus for node in nodes)
-    config = choose_devices(_validate_models(_compose_saved(path, overrides), download, str(path)), gpus)
+    config = choose_devices(_validate_models(compose_saved(path, overrides), download, str(path)), gpus)
     known = [local_node()] if nodes is None else nodes
     config = choose_transport(choose_turns(config, known), known)
     checked = check_run(config, cores=cores, nodes=nodes, started=started)
@@ -88,7 +70,7 @@ def load_run(
 def read_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a configuration, without checks of this machine; raises `ConfigError`."""
     tree = None if overrides else _read_complete(path)
-    tree = _compose_saved(path, overrides) if tree is None else _at_home(path, tree)
+    tree = compose_saved(path, overrides) if tree is None else _at_home(path, tree)
     return validate_tree(tree, source=str(path))
 
 
@@ -104,7 +86,8 @@ def _read_complete(path: Path) -> dict[str, Any] | None:
     return canonical_tree(tree, str(path)) if isinstance(tree, dict) and "defaults" not in tree else None
 
 
-def _compose_saved(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def compose_saved(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Compose as `compose_tree`; the `output_dir` of a run's own configuration is its folder, unless overridden."""
     tree = compose_tree(path, overrides)
     given = any(each.lstrip("+").startswith("output_dir=") for each in overrides)
     return tree if given else _at_home(path, tree)
@@ -292,50 +275,14 @@ def _find_infinite(value: object, path: str = "") -> Iterator[ConfigIssue]:
         yield from _find_infinite(child, f"{path}.{key}" if path else str(key))
 
 
-def resolve_paths(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Resolve a canonical tree's relative paths against `folder`."""
-    resolved = {"output_dir": str(RunConfig.model_fields["output_dir"].default), **copy.deepcopy(tree)}
-    for pattern in PATH_KEYS:
-        for path, table in find_keys(resolved, pattern):
-            if _is_local_path(pattern, value := table[path[-1]], folder):
-                table[path[-1]] = str(folder / value)
-    for _, env in find_keys(resolved, "custom_envs.*.env_config"):
-        _resolve_env_paths(env, folder)
-    return resolved
-
-
 def compose_document(path: Path, overrides: Sequence[str] = ()) -> str:
     """Return a file as the JSON that `POST /runs` takes; the mesh chooses devices. Raises `ConfigError`."""
-    return json.dumps(resolve_paths(compose_tree(path, overrides), Path.cwd()))
-
-
-def _is_local_path(pattern: str, value: object, folder: Path) -> bool:
-    if not isinstance(value, str) or value == TINY or "://" in value:
-        return False
-    if pattern == "chat_template":
-        return is_file(value)
-    if pattern in PROGRAM_KEYS:
-        return "/" in value
-    return not (pattern in MODEL_KEYS and is_hub_id(value, folder))
-
-
-def _resolve_env_paths(env: dict[str, Any], folder: Path) -> None:
-    """Resolve the paths of a built-in env, also of one within `tools`; in other envs a name may be anything."""
-    settings = env.get("env_config")
-    if str(env.get("env_type")) not in BUILT_IN or not isinstance(settings, dict):
-        return
-    for pattern in ENV_PATH_KEYS:
-        for path, table in find_keys(settings, pattern):
-            if isinstance(value := table[path[-1]], str):
-                table[path[-1]] = str(folder / value)
-    _resolve_env_paths(settings, folder)
+    return json.dumps(resolve_paths(compose_saved(path, overrides), Path.cwd()))
 
 
 def dump_yaml(config: RunConfig) -> str:
     """Return a file that is read as `config`: its texts have no interpolations."""
-    import yaml
-
-    return yaml.safe_dump(_escape(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
+    return write_yaml(_escape(config.model_dump(mode="json")))
 
 
 def _escape(value: Any) -> Any:
@@ -369,12 +316,13 @@ def _quote_url(override: str) -> str:
 
 
 def canonical_tree(tree: Any, source: str = "") -> dict[str, Any]:
-    """Return the tree with canonical keys and values; raises `ConfigError`."""
+    """Return the tree with canonical keys and values, and `~` expanded in paths; raises `ConfigError`."""
     if not isinstance(tree, dict):
         raise ConfigError([ConfigIssue("", "expected a mapping of keys to values")], source)
     canonical, issues = canonicalize({str(key): value for key, value in tree.items()})
     if issues:
         raise ConfigError(issues, source)
+    expand_home(canonical)
     return canonical
 
 

@@ -56,6 +56,21 @@ for _kind in ("int", "float", "bool", "null", "timestamp"):
     Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", Loader.construct_scalar_safely)
 
 
+class Dumper(yaml.SafeDumper):
+    """Dumper that quotes texts which `Loader` or PyYAML would read as another type, such as `1e-6` and `2026-01-01`."""
+
+
+Dumper.yaml_implicit_resolvers = {
+    first: [*yaml.SafeDumper.yaml_implicit_resolvers.get(first, ()), *resolvers]
+    for first, resolvers in Loader.yaml_implicit_resolvers.items()
+}
+
+
+def write_yaml(tree: object) -> str:
+    """Return a YAML text that `load_yaml` and OmegaConf read as `tree`."""
+    return yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True)
+
+
 def load_yaml(text: str) -> object:
     """Parse a YAML text that `check_yaml_limits` accepts; raises `yaml.YAMLError`."""
     loader = Loader(text)

@@ -35,9 +35,9 @@ class PlayTarget:
 
 def load_config(path: Path, overrides: list[str] | None = None, *, needs_env: bool = True) -> RunConfig:
     """Load a configuration, without checks of resources; raises `ConfigError` with all issues."""
-    from offbeat.deploy.config.loader import compose_tree, validate_tree
+    from offbeat.deploy.config.loader import compose_saved, validate_tree
 
-    config = validate_tree(compose_tree(path, overrides or []), source=str(path))
+    config = validate_tree(compose_saved(path, overrides or []), source=str(path))
     problems = [
         ConfigIssue(f"custom_envs.{tag}", message)
         for tag, env in config.custom_envs.items()

@@ -1,8 +1,9 @@
 """Configuration of the weight-sync broker (`weights` in a run's YAML)."""
 
+from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from offbeat.envs.config import Config
 
@@ -27,6 +28,12 @@ class WeightsConfig(Config):
     """Every n-th version is complete; others are compressed differences to it. Useful with bfloat16 weights, small
     steps and slow storage.
     """
+
+    @field_validator("url")
+    @classmethod
+    def _is_of_every_process(cls, value: str | None) -> str | None:
+        """Make a folder absolute: learner, replicas and broker may have other working folders."""
+        return str(Path(value).absolute()) if value and "://" not in value else value
 
     @model_validator(mode="after")
     def _files_alone_have_anchors(self) -> "WeightsConfig":

@@ -7,9 +7,10 @@ import yaml
 
 from offbeat.deploy.config.importing.report import MEANINGS, STATUSES, Imported
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.config.yaml_limits import Dumper
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(Dumper):
     """Texts of several lines as blocks."""
 
 

@@ -2,7 +2,6 @@ import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -18,9 +17,9 @@ from offbeat.deploy.config.loader import (
     parse_document,
     read_document,
     read_run,
-    resolve_paths,
 )
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.play.target import load_config
 from offbeat.deploy.run_marker import mark
 from offbeat.envs.dataset.arithmetic import problems
 from offbeat.envs.dataset.dots import write_dots
@@ -183,6 +182,16 @@ def test_the_shown_configuration_loads_as_the_same_one(tmp_path: Path):
     assert load_run(path) == config
 
 
+@pytest.mark.parametrize("name", ["1e-5", "2e4", "1.5e3", "12e4567"])
+def test_texts_that_look_like_numbers_stay_texts(tmp_path: Path, name: str):
+    given = {"exp_name": name, "output_dir": str(tmp_path), "system_envs": {"COMMIT": name}}
+    env = {"env_type": "frozen_lake", "env_config": {"answer": name, name: [name]}}
+    config = read_document({**given, "custom_envs": {"A": env}})
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    assert read_run(tmp_path / "config.yaml") == config
+    assert read_run(tmp_path / "config.yaml", ["max_steps=3"]).exp_name == name
+
+
 def test_documents_are_accepted_as_yaml_or_tree():
     config = load_run(QUICKSTART)
     assert read_document(dump_yaml(config)) == config
@@ -239,78 +248,6 @@ def test_file_without_yaml_suffix_is_rejected(tmp_path: Path):
     path = tmp_path / "run.yml"
     path.write_text("custom_envs: {L: {env_type: frozen_lake}}\n")
     assert "only *.yaml files: rename run.yml" in refused(path=path)[""]
-
-
-def test_relative_paths_of_a_tree_are_made_absolute():
-    """Other values are left to validation."""
-    path = "model_args"
-    tree = {
-        "teacher": {
-            "a": {path: {"model_name_or_path": "./models/a"}},
-            "b": {path: {"model_name_or_path": "/b"}},
-            "c": 3,
-        },
-        "pretrain": "tiny",
-        "reference": {path: {"model_name_or_path": "ref"}},
-        "resume_from_checkpoint": True,
-    }
-    resolved = resolve_paths(tree, Path("/here"))
-    assert resolved == {
-        "teacher": {
-            "a": {path: {"model_name_or_path": "/here/models/a"}},
-            "b": {path: {"model_name_or_path": "/b"}},
-            "c": 3,
-        },
-        "pretrain": "tiny",
-        "reference": {path: {"model_name_or_path": "/here/ref"}},
-        "resume_from_checkpoint": True,
-        "output_dir": "/here/runs/offbeat",
-    }
-    assert resolve_paths({"output_dir": 5, "teacher": [1]}, Path("/here")) == {"output_dir": 5, "teacher": [1]}
-
-
-@pytest.mark.parametrize(
-    ("env", "resolved"),
-    [
-        (
-            {
-                "env_type": "math",
-                "env_config": {"dataset_name": "train.jsonl", "val_dataset_name": None, "split": "any"},
-            },
-            {"dataset_name": "/here/train.jsonl", "val_dataset_name": None, "split": "any"},
-        ),
-        (
-            {"env_type": "harbor", "env_config": {"tasks_dir": "tasks", "val_tasks_dir": "/val", "tasks": ["log-*"]}},
-            {"tasks_dir": "/here/tasks", "val_tasks_dir": "/val", "tasks": ["log-*"]},
-        ),
-        (
-            {
-                "env_type": "tools",
-                "env_config": {
-                    "env_type": "qa",
-                    "env_config": {"dataset_name": "data/qa.csv"},
-                    "tools": [{"tool_id": "python_code"}, {"tool_id": "search", "corpus": "c.txt"}],
-                },
-            },
-            {
-                "env_type": "qa",
-                "env_config": {"dataset_name": "/here/data/qa.csv"},
-                "tools": [{"tool_id": "python_code"}, {"tool_id": "search", "corpus": "/here/c.txt"}],
-            },
-        ),
-        ({"env_type": "own:Env", "env_config": {"dataset_name": "gsm8k"}}, {"dataset_name": "gsm8k"}),
-        ({"env_type": ["math"], "env_config": 3}, 3),
-    ],
-)
-def test_relative_paths_of_built_in_envs_are_made_absolute(env: dict[str, Any], resolved: object):
-    tree = resolve_paths({"custom_envs": {"T": env}}, Path("/here"))
-    assert tree["custom_envs"]["T"]["env_config"] == resolved
-
-
-@pytest.mark.parametrize(("python", "resolved"), [("venv/bin/python", "/here/venv/bin/python"), ("python3", "python3")])
-def test_only_paths_of_programs_are_made_absolute(python: str, resolved: str):
-    tree = resolve_paths({"custom_envs": {"T": {"agent_runner": {"python": python}}}}, Path("/here"))
-    assert tree["custom_envs"]["T"]["agent_runner"]["python"] == resolved
 
 
 ROLL_ENVS = """
@@ -373,6 +310,8 @@ def test_the_saved_configuration_of_a_moved_run_names_its_new_folder(tmp_path: P
     assert load_run(moved / "config.yaml") == config.model_copy(update={"output_dir": moved})
     assert read_run(moved / "config.yaml").output_dir == moved
     assert load_run(moved / "config.yaml", [f"output_dir={tmp_path / 'other'}"]).output_dir == tmp_path / "other"
+    assert load_config(moved / "config.yaml").output_dir == moved, "`offbeat rollout` plays its checkpoints"
+    assert json.loads(compose_document(moved / "config.yaml"))["output_dir"] == str(moved)
 
 
 def test_files_are_composed_by_several_threads_at_once():

@@ -8,7 +8,8 @@ from pydantic import ValidationError
 
 from offbeat.deploy.config.checks.run import check_settings
 from offbeat.deploy.config.errors import ConfigError
-from offbeat.deploy.config.loader import resolve_paths, validate_tree
+from offbeat.deploy.config.loader import validate_tree
+from offbeat.deploy.config.paths import resolve_paths
 from offbeat.trainer.config.checkpoints import CheckpointConfig
 from offbeat.trainer.config.run import LearnerRunConfig
 
