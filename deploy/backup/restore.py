@@ -12,7 +12,7 @@ from offbeat.deploy import run_folder
 from offbeat.deploy.backup.archive import BackupReader, Contents
 from offbeat.deploy.backup.errors import BackupError
 from offbeat.deploy.backup.redis_keys import KeysDump, refuse_known_run, restore_keys
-from offbeat.deploy.config.loader import read_run
+from offbeat.deploy.config.loader import dump_yaml, read_run
 from offbeat.deploy.redis_address import resolve_url
 from offbeat.deploy.run_marker import find_conflict
 from offbeat.services.buffer.config import RedisConfig
@@ -62,7 +62,7 @@ def _write_folder(backup: BackupReader, staged: Path, target: Path, *, has_redis
     backup.extract(staged)
     if has_redis:
         own = staged / run_folder.REDIS
-        with EmbeddedRedis(own, _redis_config(staged)) as server, connect(server.url) as redis:
+        with EmbeddedRedis(own, _use_own_redis(staged, target)) as server, connect(server.url) as redis:
             restore_keys(redis, backup.keys, str(target))
     sync_tree(staged)
     staged.rename(target)
@@ -85,5 +85,12 @@ def _refuse_folder(target: Path) -> None:
         raise BackupError(problem.replace("output_dir ", ""))
 
 
-def _redis_config(folder: Path) -> RedisConfig:
-    return read_run(folder / run_folder.CONFIG).redis
+def _use_own_redis(folder: Path, target: Path) -> RedisConfig:
+    """Remove the URL of an external Redis, which may be lost or still have the run, from the configuration."""
+    config = read_run(folder / run_folder.CONFIG)
+    if config.redis.url is None:
+        return config.redis
+    own = config.redis.model_copy(update={"url": None})
+    config = config.model_copy(update={"output_dir": target, "redis": own})
+    run_folder.write_config(folder, dump_yaml(config))
+    return own

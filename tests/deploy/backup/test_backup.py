@@ -14,6 +14,8 @@ from offbeat.deploy.backup.errors import BackupError
 from offbeat.deploy.backup.restore import restore
 from offbeat.deploy.cli.app import app
 from offbeat.deploy.cli.audit import examine
+from offbeat.deploy.config.loader import dump_yaml, read_run
+from offbeat.deploy.run_folder import write_config
 from offbeat.services.buffer.admin import snapshot_from
 from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.buffer.scripts import BufferScripts
@@ -162,6 +164,18 @@ def test_a_restored_redis_has_every_value_and_a_later_epoch(originals: Path, tmp
         assert snapshot_from(BufferScripts(redis, RUN)("snapshot")).counters.trained == 4 * GROUPS_PER_STEP
     assert not (folder / "redis").exists()
     assert json.loads(offbeat("audit", folder, "--redis", redis_url, "--json").output)["proven"]
+
+
+def test_a_restored_run_leaves_its_external_redis(originals: Path, tmp_path: Path):
+    """Which may be lost, or still have the original run."""
+    folder = restore(originals / "run.tar", tmp_path / "run").folder
+    config = busy_config(folder)
+    write_config(folder, dump_yaml(config.model_copy(update={"redis": RedisConfig(url="redis://127.0.0.1:1/0")})))
+    back_up(folder, config, tmp_path / "run.tar")
+    restored = restore(tmp_path / "run.tar", tmp_path / "again").folder
+    assert read_run(restored / "config.yaml") == config.model_copy(update={"output_dir": restored})
+    assert mode(restored / "config.yaml") == 0o600
+    assert examine(restored)[1].counters is not None
 
 
 def test_what_is_there_is_never_overwritten(originals: Path, tmp_path: Path, redis_url: str):
