@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -16,6 +17,7 @@ from offbeat.deploy.config.checks.sglang import check_sglang
 from offbeat.deploy.config.device_plan import DevicePlan, plan_devices
 from offbeat.deploy.config.devices import choose_devices, count_gpus
 from offbeat.deploy.config.errors import ConfigError, collect_issues
+from offbeat.deploy.config.hub import download, resolve_models
 from offbeat.deploy.config.loader import canonical_tree, compose_tree, validate_tree
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_setup import LOGS, model_folder, prepare_folder
@@ -200,7 +202,14 @@ def _load_run_config(arguments: ModelArguments) -> RunConfig:
     if arguments.run is not None:
         tree = compose_tree(Path(arguments.run))
     merged = OmegaConf.to_container(OmegaConf.merge(tree, arguments.config))
-    return validate_tree(canonical_tree(merged))
+    config = validate_tree(canonical_tree(merged))
+    found, issues = resolve_models({"pretrain": config.pretrain}, download)
+    model = str(found["pretrain"])
+    if not issues and model != "tiny" and not (Path(model) / "config.json").is_file():
+        issues = [ConfigIssue("pretrain", f"{model} is no Hugging Face model folder: it has no config.json")]
+    if issues:
+        raise ConfigError([replace(issue, path=f"config.{issue.path}") for issue in issues])
+    return config.model_copy(update={"pretrain": model})
 
 
 def _read_tokens(arguments: ControlAppArgs, working_dir: Path) -> Tokens:

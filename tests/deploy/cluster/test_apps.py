@@ -1,8 +1,10 @@
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from huggingface_hub import constants
 from ray.serve.schema import ServeDeploySchema
 
 from offbeat.deploy.cluster import apps
@@ -14,6 +16,7 @@ from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.control.app import ControlSettings
 from offbeat.services.control.rights import Rights, TokenGrant
 from offbeat.services.redis.serve_app import RedisSettings
+from tests.hub import SHA
 
 FOLDER = Path(apps.__file__).parents[1]
 URL = "redis://127.0.0.1:6399/0"
@@ -27,7 +30,12 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def read(name: str, folder: Path) -> ServeDeploySchema:
     """Parse a deploy file by Serve's schema, with the folders that users have to set."""
     text = (FOLDER / name).read_text().replace("/etc/offbeat", str(folder)).replace("/shared", str(folder))
-    return ServeDeploySchema.model_validate(yaml.safe_load(text))
+    schema = ServeDeploySchema.model_validate(yaml.safe_load(text))
+    for app in schema.applications:
+        if model := app.args.get("config", {}).get("pretrain"):
+            Path(model).mkdir(parents=True, exist_ok=True)
+            (Path(model) / "config.json").write_text("{}")
+    return schema
 
 
 def settings(schema: ServeDeploySchema) -> dict[str, Any]:
@@ -92,6 +100,30 @@ def test_missing_file_of_tinker_keys_is_rejected():
 def test_invalid_key_of_a_run_is_rejected_with_its_path():
     with pytest.raises(ConfigError, match=r"actor_infer\.strategy_args\.strategy_config\.tensor_parallel_size"):
         apps.generation({"redis_url": URL, "folder": "g", "config": {"actor_infer": {"tensor_parallel_size": 0}}})
+
+
+def test_hub_id_of_an_application_becomes_its_snapshot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    cache = tmp_path / "hub" / "models--org--model"
+    snapshot = cache / "snapshots" / SHA
+    for file, text in (
+        (cache / "refs" / "main", SHA),
+        (snapshot / "config.json", "{}"),
+        (snapshot / "a.safetensors", ""),
+    ):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    args = {"redis_url": URL, "folder": "t", "run": "quickstart.yaml", "config": {"pretrain": "org/model"}}
+    (bound,) = apps.tinker(args)._bound_deployment.init_args
+    assert bound.config.pretrain == str(snapshot)
+
+
+@pytest.mark.parametrize("build", [apps.generation, apps.tinker])
+def test_folder_without_a_model_is_rejected(build: Callable[[dict[str, Any]], object]):
+    args = {"redis_url": URL, "folder": "t", "run": "quickstart.yaml", "config": {"pretrain": "./models/typo"}}
+    with pytest.raises(ConfigError, match=r"config\.pretrain: ./models/typo is no Hugging Face model folder"):
+        build(args)
 
 
 @pytest.mark.parametrize("key", ["read_token_file", "tokens"])
