@@ -35,7 +35,8 @@ def import_files(
     trial: with tiny models on CPUs. command: TRL's, if a file's keys do not determine it.
 
     Raises:
-        ImportFailedError: an unreadable file, an existing one of ours without `force`, or two files of one name.
+        ImportFailedError: an unreadable or unwritable file, an existing one of ours without `force`, or two files of one
+            name.
     """
     if command is not None and library != "trl":
         raise ImportFailedError(f"--command names TRL's command, which files of {library} do not have: leave it out")
@@ -51,8 +52,11 @@ def import_files(
             raise ImportFailedError(f"{target}: configurations are *.yaml files")
     for file, target in zip(files, targets, strict=True):
         imported = _import(library, file, trial=trial, command=command)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(to_yaml(imported, library), encoding="utf-8")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(to_yaml(imported, library), encoding="utf-8")
+        except OSError as error:
+            raise ImportFailedError(f"{target} can't be written: {error}") from error
         for line in to_text(imported, str(target)):
             echo(line)
 

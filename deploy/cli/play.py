@@ -1,7 +1,10 @@
 """`offbeat play`, `offbeat rollout` and `offbeat inspect`."""
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated, Any, Literal
 
 import typer
@@ -60,8 +63,8 @@ def play(
     """
     if render is not None and render.suffix not in (".gif", ".html"):
         _exit_usage(f"--render {render}: write .gif or .html")
-    if render is not None and not render.parent.is_dir():
-        _exit_usage(f"--render {render}: there is no folder {render.parent}")
+    if render is not None:
+        _check_target("--render", render)
     agent, settings = _split_policy_path(agent, settings or [])
     urls = [word for word in settings if word.startswith(("http://", "https://"))]
     if agent == "openai" and len(urls) != 1:
@@ -145,10 +148,11 @@ async def _play(
     finally:
         made.close()
     if render is not None:
-        if render.suffix == ".html":
-            write_html(render, [played], title=f"{setting.tag}, seed {seed}")
-        elif not write_gif(render, [played]):
-            _exit_usage(f"{setting.env.env_type} draws no images (render_mode rgb_array): write .html instead")
+        with _writing("--render", render):
+            if render.suffix == ".html":
+                write_html(render, [played], title=f"{setting.tag}, seed {seed}")
+            elif not write_gif(render, [played]):
+                _exit_usage(f"{setting.env.env_type} draws no images (render_mode rgb_array): write .html instead")
         typer.echo(f"wrote {render}")
 
 
@@ -199,8 +203,7 @@ def rollout(
         _exit_usage(f"--per {per} needs a .jsonl file as --out")
     if per == "pair" and group_size < 2:
         _exit_usage("--per pair compares the episodes of a task: set --group-size to at least 2")
-    if not out.parent.is_dir():
-        _exit_usage(f"--out {out}: there is no folder {out.parent}")
+    _check_target("--out", out)
     kind = EpisodeKind.EVAL if split == "held_out" else EpisodeKind.TRAIN
     try:
         from offbeat.deploy.play.target import load_config
@@ -208,6 +211,12 @@ def rollout(
         if agent is not None:
             agent, overrides = _split_policy_path(agent, overrides or [])
         loaded = load_config(config, overrides)
+        agents = [tag for tag, env in loaded.custom_envs.items() if env.agent_runner]
+        if out.suffix == ".jsonl" and agents:
+            _exit_usage(
+                f"--out {out}: the conversations of {agents[0]}'s agent with the policy are recorded as tokens alone: write "
+                "a .parquet"
+            )
         if per == "pair" and (tag := _longest_stepwise(loaded)):
             _exit_usage(f"--per pair: {tag} has a context per turn, so episodes are no conversations: use --per answer")
         order = EpisodeRequest(episodes, group_size, kind, loaded.seed if seed is None else seed, concurrency)
@@ -246,13 +255,18 @@ def _rollout(config: Any, order: Any, agent: str | None, temperature: float | No
         rollouts = asyncio.run(collect(config, order, agent, show))
     played, chat = rollouts.result, rollouts.chat
     if out.suffix == ".jsonl":
-        num_rows = write_conversations(out, played.trajectories, per, stepwise_tags(config))
+        with _writing("--out", out):
+            num_rows = write_conversations(out, played.trajectories, per, stepwise_tags(config))
         typer.echo(f"{num_rows} rows")
     else:
-        write_parquet(out, [decode_episode(trajectory, chat) for trajectory in played.trajectories])
+        episodes = [decode_episode(trajectory, chat) for trajectory in played.trajectories]
+        with _writing("--out", out):
+            write_parquet(out, episodes)
         stepwise = stepwise_tags(config)
         for tag in sorted({t.tag for t in played.trajectories if t.seats or (t.tag in stepwise and len(t.turns) > 1)}):
             typer.echo(f"`messages` of {tag} are turns of several contexts in a row: for training data write a .jsonl")
+        for tag in [tag for tag, env in config.custom_envs.items() if env.agent_runner]:
+            typer.echo(f"`messages` of {tag} are the env's and its agent's: only the tokens are the policy's")
     _print_summary(played, order)
     typer.echo(f"wrote {out}" + (f": offbeat inspect {out}" if out.suffix == ".parquet" else ""))
 
@@ -297,6 +311,24 @@ def inspect(
             typer.echo(line)
     except _user_errors() as error:
         _exit_usage(_error_text(error))
+
+
+def _check_target(option: str, path: Path) -> None:
+    """Refuse a file that can't be written, before anything is played."""
+    if not path.parent.is_dir():
+        _exit_usage(f"{option} {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        _exit_usage(f"{option} {path}: is a folder")
+    with _writing(option, path), TemporaryFile(dir=path.parent):
+        pass
+
+
+@contextmanager
+def _writing(option: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        _exit_usage(f"{option} {path}: can't be written: {error}")
 
 
 def _user_errors() -> tuple[type[Exception], ...]:

@@ -74,6 +74,7 @@ def test_the_user_names_the_command_of_a_file_that_does_not(tmp_path: Path):
     [
         (["roll", "absent.yaml", "-o", "out.yaml"], "no such file: absent.yaml"),
         (["roll", FROZEN_LAKE, "-o", "there.yaml"], "there.yaml exists already"),
+        (["roll", FROZEN_LAKE, "-o", "there.yaml/out.yaml"], "there.yaml/out.yaml can't be written"),
         (["roll", FROZEN_LAKE, "-o", "out.json"], "out.json: configurations are *.yaml files"),
         (["roll", "bad.yaml", "-o", "out.yaml"], "bad.yaml"),
         (["roll", FROZEN_LAKE, "-o", "out.yaml", "--command", "dpo"], "--command names TRL's command"),

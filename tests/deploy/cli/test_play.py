@@ -248,6 +248,20 @@ def test_mistakes_are_reported_in_a_line_and_end_with_2(folder: Path, recorded: 
         assert "Traceback" not in done.output
 
 
+def test_a_file_that_can_not_be_written_is_refused_before_the_first_episode(folder: Path, tmp_path: Path):
+    (tmp_path / "x.parquet").mkdir()
+    (tmp_path / "x.gif").mkdir()
+    for arguments in (
+        ("rollout", folder / "run.yaml", "--agent", "random", "--out", tmp_path / "x.parquet"),
+        ("rollout", folder / "run.yaml", "--agent", "random", "--out", "/proc/x.jsonl"),
+        ("play", "sokoban", "--agent", "random", "--render", tmp_path / "x.gif"),
+    ):
+        done = offbeat(*arguments)
+        assert done.exit_code == 2
+        assert done.output.startswith((f"--out {arguments[-1]}: ", f"--render {arguments[-1]}: "))
+        assert done.output.count("\n") == 1
+
+
 def test_pass_at_k_is_the_chance_that_one_of_k_drawn_succeeds():
     assert pass_at_k([[True, False, False, False]], 1) == pytest.approx(1 / 4)
     assert pass_at_k([[True, False, False, False]], 2) == pytest.approx(1 / 2)
