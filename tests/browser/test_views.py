@@ -209,6 +209,12 @@ def test_curves_are_drawn_without_a_comparison_of_their_configurations(folder_ur
     page.problems.clear()  # Chromium reports the 422 itself
 
 
+def test_an_unknown_metric_has_no_empty_chart(folder_url: str, page: Any) -> None:
+    page.goto(f"{folder_url}/ui/#/curves/lake?names=eval/sampled/success")
+    page.get_by_text("The runs have no such metric.").wait_for()
+    assert page.locator(".chart").count() == 0
+
+
 def test_curves_read_their_series_once(folder_url: str, page: Any) -> None:
     """The series are requested with the list of runs, not after other answers."""
     paths: list[str] = []
