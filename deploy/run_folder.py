@@ -35,7 +35,7 @@ MARKS = (CONFIG, "checkpoints", "ledger", "redis", "report.json")
 WRITTEN = {
     "batches": ("*.msgpack", ".epoch-*"),
     "checkpoints": (
-        "step-" + 6 * "[0-9]",
+        *("step-" + digits * "[0-9]" for digits in range(6, 11)),
         "best",
         "best.json",
         "manifest.json",

@@ -26,7 +26,7 @@ class Target:
 def find_target(run: str, redis_url: str | None) -> Target:
     """Find a run by name or folder. redis_url: URL or its file; not needed on the run's host.
 
-    Raises `UnknownRedisError`.
+    Raises `UnknownRedisError`, also for an unreadable configuration.
     """
     try:
         return _find_target(run, resolve_url(redis_url))
@@ -67,5 +67,9 @@ def attach_learner(run: str, redis_url: str | None, num_processes: int | None, n
 def _name_of(folder: Path) -> str:
     import yaml
 
-    tree = yaml.safe_load((folder / run_folder.CONFIG).read_text())
+    path = folder / run_folder.CONFIG
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UnknownRedisError(f"{path} can't be read: {' '.join(str(error).split())}") from error
     return str(tree["exp_name"]) if isinstance(tree, dict) and "exp_name" in tree else folder.name

@@ -68,6 +68,13 @@ def test_an_unknown_redis_is_reported_with_the_ways_to_name_it():
         find_target("lake", None)
 
 
+@pytest.mark.parametrize("damaged", [b"exp_name: [", b"\xff"])
+def test_a_damaged_configuration_of_a_run_is_reported(runs: Path, damaged: bytes):
+    (runs / "lake" / CONFIG).write_bytes(damaged)
+    with pytest.raises(UnknownRedisError, match=r"config.yaml can't be read: \S.*\S$"):
+        find_target("lake", "redis://127.0.0.1:1/0")
+
+
 READ_ALL = f"""
 import os, pathlib, sys
 os.setgroups([])

@@ -153,7 +153,10 @@ def test_read_endpoints_returns_none_when_the_command_has_ended(tmp_path: Path):
 def run_in(folder: Path) -> Path:
     folder.mkdir()
     mark(folder, "run")
-    for name in ("checkpoints/step-000001", "logs", "tensorboard", "trackers/wandb", BATCHES, LEDGER_FILE.parent):
+    for name in (
+        *("checkpoints/step-000001", "checkpoints/step-1000000", "logs", "tensorboard", "trackers/wandb"),
+        *(BATCHES, LEDGER_FILE.parent),
+    ):
         (folder / name).mkdir(parents=True)
     for name in ("config.yaml", "report.json", "checkpoints/step-000001/learner.json", LEDGER_FILE, STEPS_FILE):
         (folder / name).write_text("{}")
