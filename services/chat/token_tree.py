@@ -6,6 +6,7 @@ was sent and sampled, token by token; sampled tokens are never re-encoded; a nod
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from os.path import commonprefix
 
 from offbeat.services.chat.messages import ChatMessage, Tools
 from offbeat.services.chat.template import ChatTemplate, UnusableError
@@ -83,16 +84,22 @@ class TokenTree:
         unverified = len(answer_indexes) + bool(prefill)
         return Prompt(self.template.encode(full_text), ROOT, full_text, unverified, anchor=anchor, prefill=prefill)
 
-    def plan_text(self, text: str) -> Prompt:
-        """Continue the longest known text."""
+    def plan_text(self, text: str, *, has_start: bool = True) -> Prompt:
+        """Continue the longest known text, of prompts that were texts. has_start: begin a new one with `start_ids`."""
         best, known = ROOT, ""
         for number, node in enumerate(self.nodes):
+            if node.prompt.is_chat or not node.prompt.text:
+                continue
             text_so_far = node.prompt.text + self._plain_text(node)
-            if not node.prompt.is_chat and len(text_so_far) > len(known) and text.startswith(text_so_far):
+            if len(text_so_far) > len(known) and text.startswith(text_so_far):
                 best, known = number, text_so_far
-        new = text[len(known) :]
-        before = () if best == ROOT else self.nodes[best].tokens
-        return Prompt(before + self.template.encode(new), best, text, is_chat=False, anchor=new)
+        new, start = text[len(known) :], self.template.start_ids
+        tokens = self.template.encode(new)
+        if best != ROOT:
+            tokens = self.nodes[best].tokens + tokens
+        elif has_start and tokens[: len(start)] != start:
+            tokens = start + tokens
+        return Prompt(tokens, best, text, is_chat=False, anchor=new)
 
     def plan_tokens(self, tokens: tuple[int, ...]) -> Prompt:
         """Continue the longest known prefix."""
@@ -134,12 +141,15 @@ class TokenTree:
         if not same:
             return self._find_extended(candidates, before, full_text)
         answered = self.template.render(messages[: index + 1], tools, prompt=False)
-        end = answered.rfind(self.template.end_text)
-        written = answered[len(before) : end]
-        if end < len(before) or not answered.startswith(before) or not full_text.startswith(answered):
+        if not answered.startswith(before) or not full_text.startswith(before):
             return None
-        if not self.template.message_of(written, tools=tools).is_same_answer(messages[index]):
+        # up to where they differ: a template may close the conversation after the answer's end
+        turn = commonprefix((answered[len(before) :], full_text[len(before) :]))  # noqa: RUF071
+        written, ending, _ = turn.rpartition(self.template.end_text)
+        readings = (self.template.message_of(written, tools=tools), ChatMessage("assistant", written))
+        if not ending or not any(reading.is_same_answer(messages[index]) for reading in readings):
             return None
+        end = len(before) + len(written)
         parent = _match_call_ids(same, self.nodes, messages[index])
         tokens, suffix = self.nodes[parent].tokens, self.template.encode(full_text[end:])
         # a truncated answer is ended here by an unsampled token

@@ -18,6 +18,7 @@ from offbeat.services.gateway.request_fields import (
     read_list,
     read_object,
     require,
+    require_function,
     require_messages,
     stop_words,
     words,
@@ -41,7 +42,8 @@ def read_messages(body: Body) -> ModelRequest:
     single = ("disable_parallel_tool_use",) if tool_choice.get("disable_parallel_tool_use") else ()
     return ModelRequest(
         require_messages(tuple(messages)),
-        () if choice == "none" else _tools(read_items(body, "tools")),
+        _tools(read_items(body, "tools")),
+        reads_calls=choice != "none",
         max_tokens=number(body, "max_tokens"),
         stop=stop_words(body.get("stop_sequences"), "stop_sequences"),
         ignored=find_ignored_parameters(body, (*forced, *single)),
@@ -52,13 +54,14 @@ def read_messages(body: Body) -> ModelRequest:
 def _tools(value: list[Any]) -> Tools:
     tools: list[dict[str, Any]] = []
     for tool in value:
-        is_valid = isinstance(tool, Mapping) and "name" in tool and isinstance(tool.get("input_schema"), Mapping)
+        is_valid = isinstance(tool, Mapping) and isinstance(tool.get("input_schema"), Mapping)
         require(is_valid, f"tools: only tools with an input_schema can be offered, not {tool!r}")
         function = {
-            "name": tool["name"],
+            "name": tool.get("name"),
             "description": tool.get("description") or "",
             "parameters": tool["input_schema"],
         }
+        require_function(function)
         tools.append({"type": "function", "function": function})
     return tuple(tools)
 

@@ -20,6 +20,7 @@ from offbeat.services.gateway.request_fields import (
     read_list,
     read_object,
     require,
+    require_function,
     require_messages,
     stop_words,
     words,
@@ -39,7 +40,8 @@ def read_chat(body: Body) -> ModelRequest:
     shaped = ("response_format",) if shape.get("type", "text") != "text" else ()
     return ModelRequest(
         require_messages(messages),
-        () if choice == "none" else _tools(read_items(body, "tools")),
+        _tools(read_items(body, "tools")),
+        reads_calls=choice != "none",
         max_tokens=number(body, "max_completion_tokens", "max_tokens"),
         num_answers=_number_or(1, body, "n"),
         stop=stop_words(body.get("stop"), "stop"),
@@ -53,6 +55,7 @@ def _tools(value: list[Any]) -> Tools:
             isinstance(tool, Mapping) and tool.get("type") == "function" and isinstance(tool.get("function"), Mapping)
         )
         require(is_valid, f"tools: only functions can be offered, not {tool!r}")
+        require_function(tool["function"])
     return tuple(value)
 
 
@@ -66,6 +69,7 @@ def read_completion(body: Body) -> ModelRequest:
         raise InvalidCallError("prompt: one text or one list of token ids is needed")
     return ModelRequest(
         prompt=prompt,
+        has_start=body.get("add_special_tokens") is not False,
         max_tokens=_number_or(16, body, "max_tokens"),
         num_answers=_number_or(1, body, "n"),
         stop=stop_words(body.get("stop"), "stop"),

@@ -19,6 +19,7 @@ from offbeat.services.gateway.request_fields import (
     read_items,
     read_object,
     require,
+    require_function,
     require_messages,
     words,
 )
@@ -39,7 +40,8 @@ def read_responses(body: Body, earlier: Sequence[ChatMessage]) -> ModelRequest:
     shaped = ("text.format",) if shape.get("type", "text") != "text" else ()
     return ModelRequest(
         require_messages(messages),
-        () if choice == "none" else _tools(read_items(body, "tools")),
+        _tools(read_items(body, "tools")),
+        reads_calls=choice != "none",
         max_tokens=number(body, "max_output_tokens"),
         ignored=find_ignored_parameters(body, (*forced, *shaped)),
     )
@@ -53,8 +55,9 @@ def without_instructions(body: Body, request: ModelRequest) -> tuple[ChatMessage
 def _tools(value: list[Any]) -> Tools:
     tools: list[dict[str, Any]] = []
     for tool in value:
-        is_valid = isinstance(tool, Mapping) and tool.get("type") == "function" and "name" in tool
+        is_valid = isinstance(tool, Mapping) and tool.get("type") == "function"
         require(is_valid, f"tools: only functions can be offered, not {tool!r}")
+        require_function(tool)
         function = {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None}
         tools.append({"type": "function", "function": function})
     return tuple(tools)

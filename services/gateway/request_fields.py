@@ -10,7 +10,15 @@ Body = Mapping[str, Any]
 
 OWN_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 """Set by the run: logprobs must be of the trained distribution."""
+IGNORED = (
+    *("min_tokens", "ignore_eos", "stop_token_ids", "bad_words", "best_of", "use_beam_search", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("thinking", "reasoning", "reasoning_effort", "chat_template_kwargs"),
+)
+"""Of vLLM's, OpenAI's and Anthropic's, besides those of the sampling; counted unless false or empty."""
 REFUSED_UNLESS_ZERO = ("presence_penalty", "frequency_penalty", "logit_bias", "echo", "suffix")
+REFUSED_UNLESS_ONE = ("repetition_penalty", "length_penalty")
+REFUSAL = "can't be followed: the policy's own distribution is what is trained"
 
 
 def require(condition: bool, message: str) -> None:
@@ -81,13 +89,26 @@ def stop_words(value: Any, key: str) -> tuple[str, ...]:
     return tuple(texts)
 
 
+def require_function(function: Body) -> None:
+    """Require what the parsers of calls need of a tool."""
+    require(
+        isinstance(function.get("name"), str), f"tools: a function's name is {function.get('name')!r}: text is needed"
+    )
+    for key, kind, needed in (("description", str, "text"), ("parameters", Mapping, "an object")):
+        value = function.get(key)
+        require(value is None or isinstance(value, kind), f"tools: {key} is {value!r}: {needed} is needed")
+
+
 def find_ignored_parameters(body: Body, others: Iterable[str] = ()) -> tuple[str, ...]:
     read_object(body, "stream_options")
     for key in REFUSED_UNLESS_ZERO:
-        require(not body.get(key), f"{key} can't be followed: the policy's own distribution is what is trained")
-    tops = ("top_logprobs",) if body.get("top_logprobs") else ()
+        require(not body.get(key), f"{key} {REFUSAL}")
+    for key in REFUSED_UNLESS_ONE:
+        require(body.get(key) in (None, 1), f"{key} {REFUSAL}")
+    own = (key for key in OWN_SAMPLING if body.get(key) is not None)
+    ignored = (key for key in (*IGNORED, "top_logprobs") if body.get(key))
     parallel = ("parallel_tool_calls",) if body.get("parallel_tool_calls") is False else ()
-    return (*(key for key in OWN_SAMPLING if body.get(key) is not None), *tops, *parallel, *others)
+    return (*own, *ignored, *parallel, *others)
 
 
 def require_messages(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:

@@ -52,8 +52,12 @@ class ModelRequest:
 
     messages: tuple[ChatMessage, ...] = ()
     tools: Tools = ()
+    reads_calls: bool = True
+    """Whether calls of the tools are parsed, not left as text (`tool_choice: none`)."""
     prompt: str | tuple[int, ...] | None = None
     """Instead of messages."""
+    has_start: bool = True
+    """Begin a text with the tokenizer's BOS."""
     prefill: str = ""
     """Beginning of the answer to the messages."""
     max_tokens: int | None = None
@@ -194,9 +198,10 @@ class EpisodeSession:
 
     def _plan(self, request: ModelRequest) -> Prompt:
         if request.prompt is None:
-            return self.tree.plan_chat(request.messages, request.tools, request.prefill)
+            tools = request.tools if request.reads_calls or self.template.reads_calls else ()
+            return self.tree.plan_chat(request.messages, tools, request.prefill)
         prompt = (
-            self.tree.plan_text(request.prompt)
+            self.tree.plan_text(request.prompt, has_start=request.has_start)
             if isinstance(request.prompt, str)
             else self.tree.plan_tokens(request.prompt)
         )
@@ -208,9 +213,10 @@ class EpisodeSession:
         num_kept, text, stop_word = self._until_stop(completion, request.stop)
         if stop_word:
             completion = replace(completion, finish_reason=FinishReason.STOP)
+        tools = request.tools if request.reads_calls else ()
         message, whole = (
             # unique ids identify the answer in a later request's history
-            self.template.message_of(each, tools=request.tools).with_call_ids(len(self.tree.nodes))
+            self.template.message_of(each, tools=tools).with_call_ids(len(self.tree.nodes))
             for each in (text, prompt.prefill + text)
         )
         node = self.tree.record(prompt, whole, completion, num_kept)

@@ -11,7 +11,9 @@ from offbeat.services.messages.codec import decode_trajectory, encode_trajectory
 from offbeat.services.messages.types import Segment, StopReason, Trajectory
 from tests.copying import replace
 from tests.services.gateway.templates import (
+    END,
     PLAIN,
+    START,
     Scripted,
     chat_template,
     session_of,
@@ -76,6 +78,21 @@ async def test_the_text_that_is_sent_is_the_one_that_the_template_gives(hermes: 
     assert len(session.close().segments) == 1
 
 
+@pytest.mark.parametrize("closing", ["</s>", END])
+async def test_a_template_that_closes_a_conversation_continues_it(closing: str):
+    """As Phi-3's."""
+    closes = PLAIN.replace("{% endif %}", f"{{% else %}}{closing}{{% endif %}}")
+    policy = Scripted(chat_template(closes), ["one", "two", "three"])
+    session = session_of(policy)
+    messages = [user("a")]
+    for word in ("b", "c", "d"):
+        messages += [await ask(session, *messages), user(word)]
+    captured = session.close()
+    (segment,) = captured.segments
+    assert trained(segment) == [token for made in policy.made for token in made.token_ids]
+    assert captured.metrics["unverified_messages"] == 0
+
+
 @pytest.mark.parametrize(
     "comes_back",
     [
@@ -106,6 +123,25 @@ async def test_tool_calls_that_come_back_as_other_json_are_known_again(hermes: C
     captured = session.close()
     assert len(captured.segments) == 1
     assert captured.metrics["unverified_messages"] == 0
+
+
+@pytest.mark.parametrize("said", ["Rain.", CALL])
+async def test_a_call_without_the_use_of_its_tools_continues_the_conversation(hermes: ChatTemplate, said: str):
+    """With `tool_choice: none` the tools stay in the prompt, as in vLLM, and calls of them are text."""
+    policy = Scripted(hermes, [CALL, said, "Bye."])
+    session = session_of(policy)
+    first = await ask(session, user("a"), tools=(WEATHER,))
+    history = (user("a"), first, ChatMessage("tool", "rain"))
+    answer = await ask(session, *history, tools=(WEATHER,), reads_calls=False)
+    assert (answer.content, answer.tool_calls) == (said, ())
+    await ask(session, *history, answer, user("b"), tools=(WEATHER,), reads_calls=False)
+    captured = session.close()
+    assert (len(captured.segments), captured.metrics["unverified_messages"]) == (1, 0)
+
+
+async def test_unused_tools_are_left_out_where_the_template_knows_none(plain: ChatTemplate):
+    session = session_of(Scripted(plain, ["one"]))
+    assert (await ask(session, user("a"), tools=(WEATHER,), reads_calls=False)).content == "one"
 
 
 async def test_a_history_that_was_rewritten_begins_a_sequence_of_its_own(plain: ChatTemplate):
@@ -235,6 +271,33 @@ async def test_bare_text_and_token_ids_continue_what_was_sampled(plain: ChatTemp
     (segment,) = session.close().segments
     assert segment.tokens.tolist() == [*policy.sent[2], *policy.made[2].token_ids]
     assert int(segment.loss_mask.sum()) == sum(len(made.token_ids) for made in policy.made)
+
+
+async def test_a_text_does_not_continue_a_prompt_of_token_ids(plain: ChatTemplate):
+    policy = Scripted(plain, ["The end", "Berlin"])
+    session = session_of(policy, max_new_tokens=3)
+    await session.answer(ModelRequest(prompt=(5, 6)))
+    await session.answer(ModelRequest(prompt="The capital of Germany is"))
+    assert policy.sent == [(5, 6), plain.encode("The capital of Germany is")]
+
+
+async def test_a_new_text_begins_with_the_tokenizers_own_token():
+    """As with vLLM, whose `/v1/completions` adds a BOS that chat templates write themselves."""
+    template = chat_template(PLAIN, START)
+    policy = Scripted(template, ["one", "two", "three", "four"])
+    session = session_of(policy)
+    for request in (
+        ModelRequest(prompt="a"),
+        ModelRequest(prompt=f"aone{END}b"),
+        ModelRequest(prompt=f"{START}c"),
+        ModelRequest(prompt="d", has_start=False),
+    ):
+        session.deliver(await session.answer(request))
+    start, *_ = template.encode(START)
+    first = (start, *template.encode("a"))
+    continued = (*first, *policy.made[0].token_ids, *template.encode("b"))
+    assert policy.sent == [first, continued, template.encode(f"{START}c"), template.encode("d")]
+    assert len(session.close().segments) == 3
 
 
 async def test_a_call_without_room_is_refused_by_openais_name_for_it(plain: ChatTemplate):

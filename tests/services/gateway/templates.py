@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
@@ -82,8 +82,12 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def chat_template(text: str) -> ChatTemplate:
+def chat_template(text: str, start: str = "") -> ChatTemplate:
+    """start: token that the tokenizer puts before a text."""
     tokenizer = byte_tokenizer()
+    if start:
+        special = [(start, tokenizer.token_to_id(start))]
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"{start} $A", special_tokens=special)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=text)
 
     def render(messages: Sequence[dict], tools: Sequence, prompt: bool) -> str:

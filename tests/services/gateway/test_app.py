@@ -57,6 +57,9 @@ async def test_an_answer_that_is_not_sent_is_not_delivered(hermes: ChatTemplate,
         ({"metadata": {"a": math.nan}}, "the body is no JSON"),
         ({"n": 0}, "n is 0"),
         ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty can't be followed"),
+        ({"tools": [{"type": "function", "function": {"description": "x"}}]}, "a function's name is None"),
+        ({"tools": [{"type": "function", "function": {**FUNCTION, "parameters": "x"}}]}, "parameters is 'x'"),
     ],
 )
 async def test_a_body_that_can_not_be_answered_is_refused(hermes: ChatTemplate, changes: dict[str, Any], problem: str):
@@ -64,6 +67,29 @@ async def test_a_body_that_can_not_be_answered_is_refused(hermes: ChatTemplate, 
     response = await post(session, "/v1/chat/completions", {"messages": HELLO, **changes})
     assert (response.status_code, session.tree.nodes) == (400, [])
     assert re.search(problem, response.json()["error"]["message"])
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+async def test_a_tool_without_a_name_is_refused_by_each_api(hermes: ChatTemplate, path: str):
+    body = REQUESTS[path]
+    tools = [{key: value for key, value in tool.items() if key != "name"} for tool in body["tools"]]
+    response = await post(session_of(Scripted(hermes, [])), path, {**body, "tools": tools})
+    assert (response.status_code, "a function's name is None" in response.text) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "num_ignored"),
+    [
+        ({"chat_template_kwargs": {"enable_thinking": False}, "min_tokens": 5, "temperature": 0}, 3),
+        ({"repetition_penalty": 1.0, "min_tokens": 0, "ignore_eos": False, "stop_token_ids": []}, 0),
+    ],
+)
+async def test_parameters_that_are_not_followed_are_counted(
+    hermes: ChatTemplate, parameters: dict[str, Any], num_ignored: int
+):
+    session = session_of(Scripted(hermes, ["yes"]))
+    response = await post(session, "/v1/chat/completions", {"messages": HELLO, **parameters})
+    assert (response.status_code, session.close().metrics["ignored_parameters"]) == (200, num_ignored)
 
 
 @pytest.mark.parametrize(
