@@ -48,11 +48,14 @@ def _check_repeated(evidence: CommandEvidence) -> Iterator[str]:
 
 
 def _check_weights(evidence: CommandEvidence) -> Iterator[str]:
-    """Compare each entry with its predecessor's."""
+    """Compare each entry with its predecessor's; one that was refused without the model has left all as it was."""
+    last: AppliedCommand | None = None
     for seq_id in sorted(evidence.commands):
-        command = evidence.commands[seq_id]
-        before = evidence.commands.get(seq_id - 1)
-        if before is None or before.version is None or command.version is None:
+        command, before = evidence.commands[seq_id], last if seq_id - 1 in evidence.commands else None
+        if command.version is None:
+            continue
+        last = command
+        if before is None:
             continue
         is_change = command.kind in CHANGES and not command.is_refused
         expected = before.version + is_change, 0 if is_change else before.num_sequences + command.num_added

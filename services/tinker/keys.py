@@ -81,6 +81,11 @@ class TinkerKeys:
         """String: `LearnerActivity`."""
         return self.key("activity")
 
+    @property
+    def deaths(self) -> str:
+        """Hash: request id of a command that is not applied -> learners that died while they applied it."""
+        return self.key("deaths")
+
     def metrics(self, model_id: str) -> str:
         """Hash: sequence id of an optimizer step -> `StepMetrics`."""
         return self.key("metrics", model_id)

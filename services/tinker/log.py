@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 SCRIPTS = Path(__file__).parent / "lua"
 RESULT_EXPIRY_S = 24 * 3600
+"""Of results that are not fetched."""
 WAKEUPS_PER_WAIT = 1024
 
 
@@ -54,12 +55,18 @@ class CommandLog:
         self._commit: Any = redis.register_script((SCRIPTS / "commit.lua").read_text())
         self._close: Any = redis.register_script((SCRIPTS / "close.lua").read_text())
         self._epoch = 0
+        self._deaths: dict[str, int] = {}
 
     def take_over(self) -> None:
         """Fence other learners off, and let limits of keys count what a build without them has stored."""
         self._epoch = int(self._redis.incr(self.keys.epoch))
         self._redis.sadd(SERVERS, self.keys.name)
         self._redis.transaction(self._index_owners, self.keys.models, self.keys.checkpoints, self.keys.closed)
+        self._count_deaths()
+
+    def deaths(self, model_id: str, seq_id: int) -> int:
+        """Return the number of learners that died while they applied a command, which is not applied."""
+        return self._deaths.get(request_id_of(model_id, seq_id), 0)
 
     def model_ids(self) -> list[str]:
         return sorted(each.decode() for each in self._redis.hkeys(self.keys.models))
@@ -90,9 +97,18 @@ class CommandLog:
         )
         self._redis.set(self.keys.activity, activity.encode())
 
+    def report_idle(self) -> None:
+        """Let others see that no command is applied now."""
+        self._redis.delete(self.keys.activity)
+
     def applied(self, model_id: str) -> int:
         """Return the last command whose result is stored. -1: none"""
         return int(self._redis.hget(self.keys.applied, model_id) or -1)
+
+    def applied_of(self, model_ids: Sequence[str]) -> dict[str, int]:
+        """Return what `applied` does of several models."""
+        numbers = self._redis.hmget(self.keys.applied, model_ids) if model_ids else ()
+        return {model_id: int(number or -1) for model_id, number in zip(model_ids, numbers, strict=True)}
 
     def shared_pass(self, model_id: str, seq_id: int) -> SharedPass | None:
         """Return what the pass of an applied gradient was shared with."""
@@ -144,15 +160,18 @@ class CommandLog:
         )
         if int(status) < 0:
             raise FencedError("another learner serves this Tinker server")
+        if self._deaths.pop(request_id, 0):
+            self._redis.hdel(keys.deaths, request_id)
         return bool(status)
 
-    def compare_repeated(self, model_id: str, seq_id: int, repeated: AppliedCommand) -> None:
+    def applied_command(self, model_id: str, seq_id: int) -> AppliedCommand | None:
+        """Return what an applied command has left. None: of an earlier build."""
+        data = self._redis.hget(self.keys.applied_commands(model_id), seq_id)
+        return None if data is None else msgspec.json.decode(data, type=AppliedCommand)
+
+    def compare_repeated(self, model_id: str, seq_id: int, first: AppliedCommand, repeated: AppliedCommand) -> None:
         """Record the first repetition that has left another state than the command did."""
         diverged = self.keys.diverged_commands(model_id)
-        data = self._redis.hget(self.keys.applied_commands(model_id), seq_id)
-        if data is None:
-            return  # of an earlier build
-        first = msgspec.json.decode(data, type=AppliedCommand)
         if not repeated.leaves_state_of(first) and not self._redis.exists(diverged):
             logger.error(
                 "command %d (%s) of model %s has left another state after a kill", seq_id, first.kind, model_id
@@ -219,6 +238,15 @@ class CommandLog:
     def logged(self, model_id: str) -> list[int]:
         """Return the sequence ids in a model's log, ascending."""
         return sorted(map(int, self._redis.hkeys(self.keys.log(model_id))))
+
+    def _count_deaths(self) -> None:
+        """Count the death of a predecessor in what it was applying."""
+        if (data := self._redis.get(self.keys.activity)) is not None:
+            for model_id, seq_id in msgspec.json.decode(data, type=LearnerActivity).commands.items():
+                if seq_id > self.applied(model_id):
+                    self._redis.hincrby(self.keys.deaths, request_id_of(model_id, seq_id), 1)
+            self.report_idle()
+        self._deaths = {name.decode(): int(number) for name, number in self._redis.hgetall(self.keys.deaths).items()}
 
     def _index_owners(self, transaction: Any) -> None:
         """Add open models and checkpoints to the sets and hashes of their owners."""

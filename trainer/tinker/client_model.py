@@ -118,7 +118,7 @@ class ClientModel:
         total_norm = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
         norm = float(total_norm)
         if not math.isfinite(norm):
-            self._clear_gradients()
+            self.clear_gradients()
             raise CodecError(f"the gradient's norm is {norm}: the step is left out, and the gradients are cleared")
         if command.grad_clip_norm > 0:
             nn.utils.clip_grads_with_norm_(parameters, command.grad_clip_norm, total_norm)
@@ -130,9 +130,13 @@ class ClientModel:
                 weight_decay=command.weight_decay,
             )
         self._optimizer.step()
-        self._clear_gradients()
+        self.clear_gradients()
         self.version += 1
         return {"grad_norm": norm, "version": float(self.version)}
+
+    def clear_gradients(self) -> None:
+        self._set_gradients({})
+        self.accumulated = Accumulated()
 
     def save_adapter(self, folder: Path) -> None:
         self._pool.save(folder, {name: each.detach() for name, each in self.parameters.items()}, self.lora.rank)
@@ -178,7 +182,7 @@ class ClientModel:
         """
         about = self._load_weights(path)
         self._load_moments(load_file(path) if with_optimizer else {}, about["steps"] if with_optimizer else {})
-        self._clear_gradients()
+        self.clear_gradients()
         self.version += 1
 
     def _compute_pass(self, data: Sequence[Datum], loss: Loss, settings: Settings) -> Scores:
@@ -192,10 +196,6 @@ class ClientModel:
     def _add_gradient(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         if gradient is not None:
             parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
-
-    def _clear_gradients(self) -> None:
-        self._set_gradients({})
-        self.accumulated = Accumulated()
 
     def _set_gradients(self, gradients: dict[str, Any]) -> None:
         for name, parameter in self.parameters.items():

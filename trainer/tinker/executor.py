@@ -12,7 +12,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from offbeat.services.errors import CodecError
+from safetensors import SafetensorError
+
+from offbeat.services.errors import CodecError, MeshError
 from offbeat.services.tinker.log import CommandLog, Write
 from offbeat.services.tinker.records import (
     AdapterVersion,
@@ -54,15 +56,20 @@ class ExecutorLimits:
     max_models: int
 
 
+class StateNotSavedError(MeshError):
+    """State that can't be written now, on a full disk say; nothing has changed."""
+
+
 @dataclass(frozen=True, slots=True)
 class QueuedCommand:
-    """Next command of a model. shared: what it was computed with, if it is repeated."""
+    """Next command of a model. If it is repeated, shared: what it was computed with; first: what it left."""
 
     model_id: str
     record: ModelRecord
     seq_id: int
     data: bytes
     shared: SharedPass | None = None
+    first: AppliedCommand | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,19 +103,42 @@ class Executor:
             self._contained[model_id] = self._reopen(model_id).seq_id
         return self._contained.get(model_id, -1)
 
+    @property
+    def opened(self) -> dict[str, int]:
+        """Last command by model that was opened."""
+        return dict(self._contained)
+
+    def go_back(self, model_id: str) -> int:
+        """Return a model to its state on disk; return the last command that it contains, or -1."""
+        if model_id in self._models:
+            self._models.pop(model_id).close()
+        self._contained.pop(model_id, None)
+        return self._saved.get(model_id, -1)
+
     def has_loaded(self, model_id: str) -> bool:
         return model_id in self._models
 
     def apply(self, queued: QueuedCommand) -> CommandOutcome:
-        """Apply a command to a model that contains its predecessor."""
-        kind = ""
+        """Apply a command to a model that contains its predecessor; one that was refused before is refused again.
+
+        Raises:
+            StateNotSavedError: it needs the place of a model whose state can't be written.
+        """
+        first = queued.first
+        kind = first.kind if first is not None else ""
         try:
+            if first is not None and first.is_refused:
+                raise CodecError(self._repeat_refusal(queued.model_id, first))
             command = decode_command(queued.data)
             kind = kind_of(type(command))
             outcome = self._apply(queued, command)
+        except StateNotSavedError:
+            raise
         except CodecError as error:
             outcome = CommandOutcome(Result.of_error(str(error)), is_refused=True)
         except Exception as error:  # reported to the client, whose later commands are executed
+            if first is not None and not isinstance(error, FileNotFoundError):  # lost files do not come back
+                raise  # the client was told that it is applied: a successor tries again
             logger.exception("command %d of model %s failed", queued.seq_id, queued.model_id)
             result = Result.of_error(f"{type(error).__name__}: {error}", "server")
             outcome = CommandOutcome(result, is_refused=True)
@@ -147,7 +177,7 @@ class Executor:
     def save(self, model_id: str) -> int:
         """Write a model's state, unless it is on disk alone; return the last command that it contains, or -1.
 
-        Commands that were refused without the model may be later.
+        Commands that were refused without the model may be later. Raises StateNotSavedError.
         """
         if model_id in self._models:
             self._save_state(model_id)
@@ -155,15 +185,16 @@ class Executor:
 
     def _save_state(self, model_id: str) -> None:
         model = self._models[model_id]
-        model.save(self._folder.state(model_id))
+        try:
+            model.save(self._folder.state(model_id))
+        except (OSError, SafetensorError) as error:
+            raise StateNotSavedError(f"the state of model {model_id} can't be written: {error}") from error
         self._saved[model_id] = model.seq_id
 
     def discard(self, model_ids: Collection[str]) -> None:
         """Forget models that take no more commands; their checkpoints stay."""
         for model_id in model_ids:
-            if model_id in self._models:
-                self._models.pop(model_id).close()
-            self._contained.pop(model_id, None)
+            self.go_back(model_id)
             self._saved.pop(model_id, None)
             self._folder.discard(model_id)
 
@@ -196,13 +227,19 @@ class Executor:
             case OptimStep():
                 return self._step(model_id, seq_id, command)
             case SaveWeights():
-                return self._save_weights(model_id, record, seq_id, command)
+                return self._save_weights(queued, command)
             case LoadWeights():
                 return self._load_weights(model_id, command)
             case PublishSampler():
-                return self._publish(model_id, record, seq_id, command)
+                return self._publish(queued, command)
             case RefusedCommand():
                 raise CodecError(command.error)
+
+    def _repeat_refusal(self, model_id: str, first: AppliedCommand) -> str:
+        """Repeat what a refused command has changed; return why it is refused."""
+        if first.kind == kind_of(OptimStep) and first.version is not None and not first.num_sequences:
+            self._model(model_id).clear_gradients()  # they were not finite
+        return "it was refused before"
 
     def _open(self, model_id: str, record: ModelRecord) -> ClientModel:
         while len(self._models) >= self._limits.max_models:
@@ -222,7 +259,11 @@ class Executor:
 
     def _reopen(self, model_id: str) -> ClientModel:
         model = self._open(model_id, self._log.model(model_id))
-        model.load(self._folder.state(model_id))
+        try:
+            model.load(self._folder.state(model_id))
+        except BaseException:
+            self._models.pop(model_id).close()
+            raise
         self._saved[model_id] = model.seq_id
         return model
 
@@ -283,14 +324,15 @@ class Executor:
         )
         return CommandOutcome(Result.of_json({"metrics": metrics}), writes)
 
-    def _save_weights(self, model_id: str, record: ModelRecord, seq_id: int, command: SaveWeights) -> CommandOutcome:
+    def _save_weights(self, queued: QueuedCommand, command: SaveWeights) -> CommandOutcome:
+        model_id, record, seq_id = queued.model_id, queued.record, queued.seq_id
         path = tinker_path(model_id, command.kind, command.name)
         folder = self._folder.checkpoint(model_id, command.kind, command.name, seq_id)
         existing = self._log.checkpoint(path)
         now = time.time()
         if existing is not None and existing.adapter.folder != str(folder) and not command.should_overwrite:
             raise CodecError(f"{path} exists, and is immutable: choose another name")
-        adapter = self._write_adapter(self._model(model_id), folder, with_state=command.kind == "training")
+        adapter = self._write_adapter(queued, folder, with_state=command.kind == "training")
         saved = CheckpointRecord(
             model_id=model_id,
             kind=command.kind,
@@ -309,8 +351,9 @@ class Executor:
         self._model(model_id).adopt(Path(command.folder) / STATE, with_optimizer=command.with_optimizer)
         return CommandOutcome(Result.of_json({"path": command.path, "model_id": model_id, "type": "load_weights"}))
 
-    def _publish(self, model_id: str, record: ModelRecord, seq_id: int, command: PublishSampler) -> CommandOutcome:
-        adapter = self._write_adapter(self._model(model_id), self._folder.sampler(model_id, seq_id), with_state=False)
+    def _publish(self, queued: QueuedCommand, command: PublishSampler) -> CommandOutcome:
+        model_id, record = queued.model_id, queued.record
+        adapter = self._write_adapter(queued, self._folder.sampler(model_id, queued.seq_id), with_state=False)
         keys, session_id = self._log.keys, command.sampling_session_id
         if command.is_inflight:
             sampler = SamplerRecord(owner=record.owner, model_id=model_id, inflight_model_id=model_id)
@@ -320,7 +363,12 @@ class Executor:
             writes = (Write.of(keys.samplers, session_id, sampler),)
         return CommandOutcome(Result.of_json({"sampling_session_id": session_id}), writes)
 
-    def _write_adapter(self, model: ClientModel, folder: Path, *, with_state: bool) -> AdapterVersion:
+    def _write_adapter(self, queued: QueuedCommand, folder: Path, *, with_state: bool) -> AdapterVersion:
+        """Write a folder, unless it is there from a command that is repeated, as it may have readers."""
+        model = self._model(queued.model_id)
+        adapter = AdapterVersion(folder=str(folder), version=model.version)
+        if queued.first is not None and folder.exists():
+            return adapter
         written = folder.with_name(f".{folder.name}")
         shutil.rmtree(written, ignore_errors=True)
         written.parent.mkdir(parents=True, exist_ok=True)
@@ -328,7 +376,7 @@ class Executor:
         if with_state:
             model.save(written / STATE)
         publish(written, folder)
-        return AdapterVersion(folder=str(folder), version=model.version)
+        return adapter
 
 
 def _answer(scores: Scores, batch: GradientBatch) -> Result:

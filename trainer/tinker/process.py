@@ -55,7 +55,11 @@ def main() -> int:
         fcntl.flock(lock, fcntl.LOCK_EX)
         policy = load_base(model, ModelArgs.model_validate_json(settings.model_args), settings.seed).to(settings.device)
         export_base(policy, root, model)
-        log = CommandLog(connect(settings.redis_url), settings.name)
+
+        def should_retry(error: Exception) -> bool:
+            return learner.should_retry(error)
+
+        log = CommandLog(connect(settings.redis_url, should_retry=should_retry), settings.name)
         limits = ExecutorLimits(settings.context, settings.max_tokens, settings.max_models)
         executor = Executor(AdapterPool(policy, model), log, TinkerFolder(root), limits)
         learner = TinkerLearner(log, executor, min(settings.shared_pass_tokens, settings.max_tokens))

@@ -13,6 +13,6 @@ for i = 8, #KEYS do
 end
 if ARGV[8] ~= '' then redis.call('SADD', KEYS[7], ARGV[8]) end
 local size = redis.call('HSTRLEN', KEYS[2], ARGV[3])
-if redis.call('HINCRBY', KEYS[4], ARGV[6], -size) <= 0 then redis.call('HDEL', KEYS[4], ARGV[6]) end
+if redis.call('HINCRBY', KEYS[4], ARGV[6], 0 - size) <= 0 then redis.call('HDEL', KEYS[4], ARGV[6]) end
 redis.call('PUBLISH', KEYS[6], ARGV[7])
 return 1

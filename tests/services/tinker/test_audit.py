@@ -103,3 +103,12 @@ def test_a_checkpoint_without_its_weights_is_named(evidence: CommandEvidence) ->
 def test_tokens_of_unknown_weights_are_named(evidence: CommandEvidence) -> None:
     sampled = replace(evidence, sampled=frozenset({1, 4}))
     assert find_problems(sampled) == ["tokens were sampled by version 4, and 2 is the newest"]
+
+
+def test_a_command_that_was_refused_without_its_model_hides_no_other(evidence: CommandEvidence) -> None:
+    """Its model was on disk, and stays as it was; what is twice after it is named."""
+    refused = entry("forward_backward", 0, is_refused=True)
+    commands = {**evidence.commands, 8: changed(refused, version=None), 9: entry("forward_backward", 2, 2, 2)}
+    longer = replace(evidence, applied=9, commands=commands)
+    assert find_problems(longer) == []
+    assert find_problems(with_command(longer, 9, num_sequences=4))[0].startswith("command 9 (forward_backward) left")

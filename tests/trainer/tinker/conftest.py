@@ -1,7 +1,13 @@
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from redis import Redis
+
+from offbeat.services.redis.connection import connect
+from offbeat.trainer.tinker.adapters import AdapterPool
+from tests.trainer.tinker.tiny_base import make_pool
 
 
 @pytest.fixture(autouse=True)
@@ -11,3 +17,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def redis(redis_url: str) -> Iterator[Redis]:
+    with connect(redis_url) as redis:
+        yield redis
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> AdapterPool:
+    return make_pool(tmp_path / "base")

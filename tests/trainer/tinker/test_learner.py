@@ -1,7 +1,7 @@
 """The learner's loop on a real Redis: a successor repeats what has results as it was computed, shared passes too."""
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,7 +10,6 @@ import msgspec
 import pytest
 from redis import Redis
 
-from offbeat.services.redis.connection import connect
 from offbeat.services.tinker.audit import CommandEvidence, find_problems
 from offbeat.services.tinker.log import CommandLog
 from offbeat.services.tinker.records import (
@@ -36,7 +35,7 @@ from offbeat.trainer.tinker.adapters import AdapterPool
 from offbeat.trainer.tinker.executor import Executor, ExecutorLimits, QueuedCommand
 from offbeat.trainer.tinker.folders import TinkerFolder
 from offbeat.trainer.tinker.learner import TinkerLearner
-from tests.trainer.tinker.tiny_base import make_data, make_pool
+from tests.trainer.tinker.tiny_base import make_data
 
 MODELS = {
     "a": (Lora(rank=4, seed=1), (5, 3, 7)),
@@ -77,17 +76,6 @@ class StoppingLog(CommandLog):
         else:
             self._survives -= 1
         return super().commit(model_id, owner, seq_id, result, *rest)
-
-
-@pytest.fixture
-def redis(redis_url: str) -> Iterator[Redis]:
-    with connect(redis_url) as redis:
-        yield redis
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> AdapterPool:
-    return make_pool(tmp_path / "base")
 
 
 def encode_request(data: Sequence[Datum]) -> ForwardBackwardCommand:
