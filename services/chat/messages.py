@@ -1,6 +1,7 @@
 """API-independent chat messages.
 
-Invariant: equality of assistant messages ignores surrounding whitespace and JSON spacing of tool calls.
+Invariant: equality of assistant messages ignores surrounding whitespace, and JSON spacing and order of keys of tool
+calls.
 """
 
 import json
@@ -13,12 +14,20 @@ from typing import Any, NamedTuple
 class ToolCall:
     name: str
     arguments: str
-    """JSON, keys sorted, without spaces."""
+    """JSON without spaces, keys in the order in which they were written."""
     call_id: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         """Raise ValueError if the name has half of a surrogate pair."""
         self.name.encode()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ToolCall) or self.name != other.name:
+            return False
+        return self.arguments == other.arguments or _sort_keys(self.arguments) == _sort_keys(other.arguments)
+
+    def __hash__(self) -> int:
+        return hash(self.name)
 
     def parsed(self) -> Any:
         return json.loads(self.arguments)
@@ -82,7 +91,7 @@ CallParser = Callable[[str, Tools], tuple[str, tuple[ToolCall, ...]]]
 
 
 def normalize_arguments(arguments: str | Mapping[str, Any]) -> str:
-    """Return canonical arguments.
+    """Return arguments as JSON without spaces.
 
     Raises:
         ValueError: not a JSON object, a number that is not finite, half of a surrogate pair, or too deeply nested.
@@ -91,8 +100,12 @@ def normalize_arguments(arguments: str | Mapping[str, Any]) -> str:
         value = json.loads(arguments) if isinstance(arguments, str) else arguments
         if not isinstance(value, Mapping):
             raise ValueError(f"the arguments of a tool call are a {type(value).__name__}, not an object")
-        text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     except RecursionError:
         raise ValueError("the arguments of a tool call are too deeply nested") from None
     text.encode()
     return text
+
+
+def _sort_keys(arguments: str) -> str:
+    return json.dumps(json.loads(arguments), sort_keys=True)

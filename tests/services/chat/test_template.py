@@ -18,6 +18,14 @@ def test_whole_conversations_are_not_held_once_they_are_encoded():
     assert template.encode(phrase) is template.encode(phrase)
 
 
+def test_a_history_has_the_calls_arguments_in_the_order_of_the_policy(hermes: ChatTemplate):
+    text = '<tool_call>\n{"name": "f", "arguments": {"path": "a", "content": "b"}}\n</tool_call>'
+    message = hermes.message_of(text, tools=(FUNCTION,))
+    assert text in hermes.render([ChatMessage("user", "a"), message], (FUNCTION,), prompt=False)
+    assert message.tool_calls == (ToolCall("f", '{"content":"b","path":"a"}'),)
+    assert message.tool_calls != (ToolCall("f", '{"content":"a","path":"b"}'),)
+
+
 @pytest.mark.parametrize(
     "call",
     [

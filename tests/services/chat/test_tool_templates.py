@@ -198,7 +198,7 @@ def test_a_foreign_agents_tools_are_called_in_the_same_forms(
 ) -> None:
     message = load_agent_template(form("llama4"), None).message_of('[offbeat_probe(item="tea", count=2)]', tools=PROBE)
     assert [(call.name, call.arguments) for call in message.tool_calls] == [
-        ("offbeat_probe", '{"count":2,"item":"tea"}')
+        ("offbeat_probe", '{"item":"tea","count":2}')
     ]
     plain = load_agent_template(folder_of(PLAIN), None)
     assert plain.render([ChatMessage("user", "hello")], (), prompt=True).startswith("<|im_start|>user")
