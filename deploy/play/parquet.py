@@ -33,7 +33,8 @@ class RecordedTokens:
     """Last position of each completion."""
     turn_rewards: list[float]
     messages: Messages
-    """As in TRL's conversational format; step-wise, or of several seats, all turns in a row, which is no context."""
+    """As in TRL's conversational format; step-wise, or of several seats, all turns in a row, and with an agent the env's
+    observations and the agent's actions, which is no context."""
     images: list[bytes]
     image_starts: list[int]
     """First position of each image."""

@@ -157,6 +157,21 @@ def test_a_step_wise_prompt_is_that_of_its_turn(tmp_path: Path):
     assert "G has a context per turn" in done.output
 
 
+def test_an_agents_conversations_are_not_taken_from_the_envs(tmp_path: Path):
+    """The agent may ask the policy anything; that is recorded as tokens."""
+    run, agent = tmp_path / "run.yaml", "offbeat.deploy.agents.walker:play"
+    run.write_text(
+        f"exp_name: own\noutput_dir: {tmp_path / 'runs'}\ncustom_envs: {{G: {{env_type: frozen_lake, max_steps: 3, "
+        f"max_tokens_per_step: 8, agent_runner: {{path: '{agent}'}}}}}}\n"
+        "train_env_manager: {num_env_groups: 4, group_size: 2}\nrollout_batch_size: 8\nmax_steps: 10\n"
+    )
+    command = ["rollout", str(run), "--agent", "random", "--episodes", "2", "--out"]
+    refused = CliRunner().invoke(app, [*command, str(tmp_path / "r.jsonl")])
+    assert (refused.exit_code, "G's agent" in refused.output) == (2, True)
+    written = CliRunner().invoke(app, [*command, str(tmp_path / "r.parquet")])
+    assert (written.exit_code, "`messages` of G are the env's" in written.output) == (0, True), written.output
+
+
 def test_rewards_decide_a_pair_and_equal_ones_make_none():
     def episode(group: int, index: int, reward: float) -> Trajectory:
         return make_trajectory(group, index, reward=reward, text=("rules", "where", f"answer {index}"))
