@@ -156,7 +156,11 @@ class RecordedTrajectories:
         return tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
     def _turns(self, trajectory: Trajectory) -> list[TurnView]:
-        recorded = trajectory.text[1::2] or ("",)  # the first prompt is in `TrajectoryView.text`
+        recorded = trajectory.text[1::2]
+        if not recorded:
+            recorded = ("",)  # the first prompt is in `TrajectoryView.text`
+        elif len(recorded) != len(trajectory.turns):
+            recorded = ()  # of the env's steps, between which an agent called the policy as it liked
         views: list[TurnView] = []
         ends = [0] * len(trajectory.segments)
         for i, turn in enumerate(trajectory.turns):
@@ -176,7 +180,7 @@ class RecordedTrajectories:
         return views
 
     def _text(self, trajectory: Trajectory) -> list[str]:
-        if trajectory.text or not trajectory.segments:
+        if len(trajectory.text) > 1 or not trajectory.segments:
             return list(trajectory.text)
         first = trajectory.segments[0].tokens
         return [self._decode((first[: trajectory.turns[0].start] if trajectory.turns else first).tolist())]

@@ -103,8 +103,8 @@ def _describe(trajectory: TrajectoryView) -> Iterator[str]:
     if trajectory.text:
         yield ("system: " if has_messages else "prompt: ") + trajectory.text[0]
     for i, turn in enumerate(trajectory.turns):
-        if has_messages and 1 + 2 * i < len(trajectory.text):
-            yield f"env: {trajectory.text[1 + 2 * i]}"
+        if has_messages:
+            yield f"env: {turn.observation}"
         yield f"turn {i}: {turn.text}"
         yield "  " + _describe_tokens(trajectory, trajectory.segments[turn.segment], turn.start, turn.end)
 

@@ -126,6 +126,14 @@ def test_a_turn_has_the_observation_of_its_seat(tmp_path: Path) -> None:
     assert [turn.observation for turn in trajectory.turns] == ["", *map(tokenizer.decode, (prompt, answer, answer))]
 
 
+def test_texts_of_an_agents_steps_are_not_taken_for_its_calls(tmp_path: Path) -> None:
+    """Two steps were recorded, and four turns."""
+    archive = FolderArchive(write_run(tmp_path / "lake", text="of a step", seats=True))
+    trajectory = archive.trajectory(6, 1)
+    assert (len(trajectory.text), len(trajectory.turns)) == (5, 4)
+    assert [turn.observation for turn in trajectory.turns if "of a step" in turn.observation] == []
+
+
 @pytest.mark.parametrize(
     ("number", "reason"),
     [
