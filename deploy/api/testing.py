@@ -11,6 +11,7 @@ def test_my_agent_reaches_the_goal():
 """
 
 import asyncio
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -27,8 +28,8 @@ from offbeat.deploy.api.episode import check_env
 from offbeat.envs import registry
 from offbeat.services.chat.template import ChatTemplate
 from offbeat.services.gateway.server import Gateway
-from offbeat.services.gateway.session import EpisodeSession, SessionLimits
-from offbeat.services.messages.types import Completion, VersionSpan
+from offbeat.services.gateway.session import EpisodeSession, InvalidCallError, SessionLimits
+from offbeat.services.messages.types import Completion, FinishReason, VersionSpan
 from offbeat.services.rollout.agents.task import AgentTask, EnvReply
 from offbeat.services.telemetry import MetricRecord, mean
 from offbeat.services.text_samples import TextSample
@@ -202,8 +203,10 @@ class FakeModel:
 
         async def sample(_: Sequence[int], max_tokens: int) -> Completion:
             text = remaining.pop(0) if len(remaining) > 1 else remaining[0]
-            ids = (*self._template.encode(text), self._template.end_id)[:max_tokens]
-            return Completion("", ids, (-1.0,) * len(ids), (VersionSpan(0, len(ids), 0),))
+            whole = (*self._template.encode(text), self._template.end_id)
+            ids = whole[:max_tokens]
+            reason = FinishReason.STOP if ids == whole else FinishReason.LENGTH
+            return Completion("", ids, (-1.0,) * len(ids), (VersionSpan(0, len(ids), 0),), reason)
 
         return sample
 
@@ -214,13 +217,17 @@ class _Env:
     max_steps: int
     task: dict[str, Any] = field(default_factory=dict[str, Any])
     num_steps: int = 0
+    is_done: bool = False
 
     async def step(self, action: str) -> dict[str, Any]:
+        if self.is_done:
+            raise InvalidCallError("the episode is over", "episode_over")
         observation, reward, terminated, truncated, info = self.env.step(action)
         self.num_steps += 1
-        done = bool(terminated or truncated) or self.num_steps >= self.max_steps
-        metrics = {name: float(value) for name, value in info.items() if isinstance(value, bool | int | float)}
-        return asdict(EnvReply(str(observation), float(reward), done, metrics))
+        self.is_done = bool(terminated or truncated) or self.num_steps >= self.max_steps
+        numbers = {name: float(value) for name, value in info.items() if isinstance(value, bool | int | float)}
+        metrics = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        return asdict(EnvReply(str(observation), float(reward), self.is_done, metrics))
 
 
 class RecordingTracker(Tracker):

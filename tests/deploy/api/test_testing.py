@@ -1,20 +1,27 @@
 import contextlib
 import json
+import math
 import os
+from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
 
 from offbeat import AgentTask
 from offbeat.testing import FakeModel, RecordingTracker, assert_env, deliver, run_episode, step_record
+from tests.fakes_rollout import CountingEnv
+
+
+def ask(task: AgentTask, messages: list[dict[str, str]], **parameters: Any) -> dict[str, Any]:
+    """One call of OpenAI's chat completions, by the standard library; returns the choice."""
+    body = json.dumps({"model": task.model, "messages": messages, **parameters}).encode()
+    headers = {"Authorization": f"Bearer {task.api_key}", "Content-Type": "application/json"}
+    with urlopen(Request(f"{task.base_url}/chat/completions", body, headers)) as response:
+        return json.loads(response.read())["choices"][0]
 
 
 def complete(task: AgentTask, messages: list[dict[str, str]]) -> str:
-    """One call of OpenAI's chat completions, by the standard library."""
-    body = json.dumps({"model": task.model, "messages": messages}).encode()
-    headers = {"Authorization": f"Bearer {task.api_key}", "Content-Type": "application/json"}
-    with urlopen(Request(f"{task.base_url}/chat/completions", body, headers)) as response:
-        return json.loads(response.read())["choices"][0]["message"]["content"]
+    return ask(task, messages)["message"]["content"]
 
 
 def agent(task: AgentTask) -> float:
@@ -46,6 +53,24 @@ def test_each_task_of_a_fake_model_starts_its_script_anew():
     with FakeModel(["Down"]) as model:
         assert agent(model.task("frozen_lake", seed=1)) == 0.0  # a hole
         assert agent(model.task("frozen_lake", seed=1, max_steps=1)) == 0.0
+
+
+class UnboundedEnv(CountingEnv):
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, info = super().step(action)
+        return observation, reward, terminated, truncated, {**info, "distance": math.inf}
+
+
+def test_a_fake_models_episode_ends_as_in_a_run():
+    """An answer is cut at max_tokens, no step follows the last one, and metrics are finite."""
+    with FakeModel(["Right"]) as model:
+        task = model.task(f"{__name__}:UnboundedEnv", {"length": 1})
+        assert ask(task, [{"role": "user", "content": "a"}], max_tokens=2)["finish_reason"] == "length"
+        assert ask(task, [{"role": "user", "content": "a"}])["finish_reason"] == "stop"
+        reply = task.step("Right")
+        assert (reply.done, "total" in reply.metrics, "distance" in reply.metrics) == (True, True, False)
+        with pytest.raises(RuntimeError, match="the episode is over"):
+            task.step("Right")
 
 
 def test_a_fake_model_without_completions_is_refused():
