@@ -17,14 +17,11 @@ class SupervisedLosses:
     """Loss function for `TrainEngine.train`. count: learned tokens of the step on all ranks."""
 
     count: int
-    total: float = 0.0
-    """This rank's share of the loss."""
     gauges: list[dict[str, Partial]] = field(default_factory=list[dict[str, Partial]])
 
     def of_policy(self, _: int, output: Sampled) -> Tensor:
         loss = negative_log_likelihood(output.logprobs, self.count)
         value, size = float(loss.detach()), float(len(output.logprobs))
-        self.total += value
         self.gauges.append(
             {
                 "loss": Partial("mean", value * self.count, size),

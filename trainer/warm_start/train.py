@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from offbeat.services.telemetry import Partial, merge_all
 from offbeat.trainer.config.warm_start import WarmStartConfig
 from offbeat.trainer.engines.base import Hyperparameters, TrainEngine
 from offbeat.trainer.engines.schedule import plateau_rate
@@ -57,9 +58,10 @@ def warm_start(
 
 
 def _step(engine: TrainEngine[Sampled], batch: list[PackedInput], hyperparameters: Hyperparameters) -> float:
+    """Return the loss per token of this rank's demonstrations; 0 if it has none."""
     losses = SupervisedLosses(sum(len(x.positions) for x in batch))
     engine.train(batch, losses.of_policy, hyperparameters)
-    return losses.total
+    return merge_all(losses.gauges).get("loss", Partial("mean", 0.0)).value
 
 
 def _hyperparameters(config: WarmStartConfig, step: int) -> Hyperparameters:

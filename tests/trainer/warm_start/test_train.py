@@ -1,6 +1,8 @@
 """Warm start: demonstrations equal what a rollout would have recorded, and the policy learns them."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,9 @@ from offbeat.services.rollout.config import CustomEnv
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.config.warm_start import WarmStartConfig
+from offbeat.trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
 from offbeat.trainer.models.loading import load_policy
+from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.warm_start.demonstrations import (
     ChatMessageDict,
@@ -132,6 +136,33 @@ def test_the_policy_learns_the_demonstrations(folder: Path, chat: ChatFormat) ->
     assert run(learner, chat, config=WARM.model_copy(update={"steps": 1}), seed=2) > 2.0
     assert run(learner, chat, config=longer) < 1.2
     assert learner.resets == 2
+
+
+def test_the_loss_is_per_token_whatever_the_number_of_processes(folder: Path, chat: ChatFormat) -> None:
+    class FirstOfTwo(PlainEngine):
+        """Rank 0 of two: computes every other micro-batch."""
+
+        data_size = 2
+
+        def train(
+            self, batch: Sequence[PackedInput], loss: LossFunction[Any], hyperparameters: Hyperparameters
+        ) -> StepOutcome:
+            return super().train(batch[::2], loss, hyperparameters)
+
+    (messages,) = conversations(ENV)
+    demo = tokenize(chat, messages)
+    config = WARM.model_copy(update={"steps": 1})
+    alone, half = (
+        warm_start(
+            kind(load_policy(folder, ModelArgs(), seed=1)),
+            config,
+            lambda _: [demo, demo],
+            seed=1,
+            progress=lambda *_: None,
+        )
+        for kind in (PlainEngine, FirstOfTwo)
+    )
+    assert half == pytest.approx(alone)
 
 
 def test_the_seed_alone_determines_the_weights(folder: Path, chat: ChatFormat) -> None:
