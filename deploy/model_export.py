@@ -137,7 +137,8 @@ def _write_weights(checkpoint: Path, folder: Path, dtype: Dtype | None) -> str:
     target = getattr(torch, kept)
     tensors = _tensors(checkpoint)
     export_weights(
-        folder, ((name, tensor.to(target) if tensor.is_floating_point() else tensor) for name, tensor in tensors)
+        folder,
+        ((name, tensor.to(target) if dtype and tensor.is_floating_point() else tensor) for name, tensor in tensors),
     )
     path = folder / "config.json"
     tree = json.loads(path.read_text(encoding="utf-8"))
@@ -165,9 +166,16 @@ def _load(folder: Path, dtype: str) -> Any:
     auto: Any = AutoModelForCausalLM if model_family(folder) is None else AutoModelForImageTextToText
     if _is_classifier(folder):
         auto = AutoModelForSequenceClassification
-    return auto.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False, dtype=getattr(torch, dtype)
-    ).eval()
+    model, info = auto.from_pretrained(
+        folder,
+        local_files_only=True,
+        trust_remote_code=False,
+        dtype=getattr(torch, dtype),
+        output_loading_info=True,
+    )
+    if missing := sorted(info["missing_keys"]):
+        raise ExportError(f"{folder} lacks {missing[0]} ({len(missing)} in all), without which it is another model")
+    return model.eval()
 
 
 def _is_classifier(folder: Path) -> bool:

@@ -75,7 +75,7 @@ class TrainEngine(Protocol[Output_co]):
         ...
 
     def tensors(self, form: WeightForm = "merged") -> Iterator[tuple[str, Tensor]]:
-        """Yield full parameters by Hugging Face name, without a value head, each valid until the next.
+        """Yield full parameters and saved buffers by Hugging Face name, without a value head, each valid until the next.
 
         Ranks gather what is yielded, and nothing else.
         """

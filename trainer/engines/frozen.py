@@ -10,7 +10,7 @@ from offbeat.trainer.engines.base import TrainEngine
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.engines.rank_passes import OnRanks
 from offbeat.trainer.models.divergence import ReferenceStates
-from offbeat.trainer.models.lora import without_adapters
+from offbeat.trainer.models.lora import named_weights, without_adapters
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import PackedPolicy, Sampled
 
@@ -60,9 +60,11 @@ class FrozenModel(OnRanks):
     @torch.no_grad()
     def follow(self, tensors: Iterable[tuple[str, Tensor]], share: float) -> None:
         """Interpolate towards `tensors` by `share`, 16-bit parameters in float32: they round small changes away."""
-        own = dict(self._model.model.named_parameters())
+        own = dict(named_weights(self._model.model))
         for name, tensor in tensors:
             parameter = own[name]
+            if not parameter.is_floating_point():
+                continue
             if parameter.itemsize < 4 and (share < 1 or tensor.itemsize == 4) and name not in self._masters:
                 self._masters[name] = parameter.float().cpu()
             moved = self._masters.get(name, parameter)
@@ -71,8 +73,8 @@ class FrozenModel(OnRanks):
                 parameter.copy_(moved)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield parameters, as exactly as they are known."""
-        for name, parameter in self._model.model.named_parameters():
+        """Yield weights, as exactly as they are known."""
+        for name, parameter in named_weights(self._model.model):
             yield name, self._masters.get(name, parameter.detach())
 
 

@@ -196,10 +196,10 @@ class FSDP2Engine(OffloadableStates):
         for name, tensor in pairs:
             yield name.removeprefix(WRAPPER), tensor
 
-    def _gather(self, parameter: nn.Parameter) -> Tensor:
-        weight = parameter.detach()
+    def _gather(self, part: Tensor) -> Tensor:
+        weight = part.detach()
         full = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        return full.to(self._dtype)
+        return full.to(self._dtype) if isinstance(part, nn.Parameter) else full
 
     def _states(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the states of model and optimizer."""

@@ -108,13 +108,13 @@ class Pipeline:
         return total.sqrt()
 
     def broadcast(
-        self, own: Sequence[ExportedWeight], read: Callable[[nn.Parameter], Tensor]
+        self, own: Sequence[ExportedWeight], read: Callable[[Tensor], Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights of all stages. own: those of this stage; read: returns a whole part of one."""
         by_name = {weight.name: weight for weight in own}
         seen = set[str]()
-        for stage, weights in enumerate(self._of_stages([(weight.name, weight.shape) for weight in own])):
-            for name, shape in weights:
+        for stage, weights in enumerate(self._of_stages([self._describe(weight) for weight in own])):
+            for name, shape, dtype in weights:
                 if name in seen:
                     continue
                 seen.add(name)
@@ -122,10 +122,16 @@ class Pipeline:
                 tensor = (
                     by_name[name].tensor(read).contiguous()
                     if is_own
-                    else torch.empty(shape, dtype=self._dtype, device=self.device)
+                    else torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
                 )
                 dist.broadcast(tensor, src=self._rank_of(stage), group=self._group)
                 yield name, tensor
+
+    def _describe(self, weight: ExportedWeight) -> tuple[str, tuple[int, ...], str]:
+        """Return name, shape and type; buffers keep theirs."""
+        part = weight.parts[0]
+        dtype = self._dtype if isinstance(part, nn.Parameter) else part.dtype
+        return weight.name, weight.shape, str(dtype).removeprefix("torch.")
 
     def _windows(self, passes: Sequence[Pass]) -> Iterator[Sequence[Pass]]:
         size = WINDOW * self._ranks.pp_size

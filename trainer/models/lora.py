@@ -64,10 +64,10 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ExportedWeight:
-    """name: with the wrapper's prefix; parts: the weight itself, or base, A and B; scaling: of the product B A."""
+    """name: with the wrapper's prefix; parts: parameter or buffer, or base, A and B; scaling: of the product B A."""
 
     name: str
-    parts: list[nn.Parameter]
+    parts: list[Tensor]
     scaling: float = 0.0
 
     @property
@@ -75,7 +75,7 @@ class ExportedWeight:
         return tuple(self.parts[0].shape)
 
     @torch.no_grad()
-    def tensor(self, read: Callable[[nn.Parameter], Tensor] = nn.Parameter.detach) -> Tensor:
+    def tensor(self, read: Callable[[Tensor], Tensor] = Tensor.detach) -> Tensor:
         """Compute the weight. read: returns a whole part, in the dtype that it is computed in."""
         base, *factors = map(read, self.parts)
         if not factors:
@@ -85,15 +85,24 @@ class ExportedWeight:
 
 
 def exported_weights(module: nn.Module, form: WeightForm, wrapper: str) -> Iterator[ExportedWeight]:
+    """Yield a model's weights; they include buffers that its checkpoints have, such as biases of routers."""
     if form == "merged":
         return merged_weights(module)
     weights = unmerged_weights(module, wrapper)
     return weights if form == "parts" else (weight for weight in weights if weight.name.startswith(PREFIX))
 
 
+def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield what a checkpoint has: parameters, tied ones once, and persistent buffers."""
+    yield from module.named_parameters()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, nn.Parameter):
+            yield name, tensor
+
+
 def merged_weights(module: nn.Module) -> Iterator[ExportedWeight]:
     layers = adapted_layers(module)
-    for name, parameter in module.named_parameters():
+    for name, parameter in named_weights(module):
         owner, base, rest = name.rpartition(BASE)
         if base and rest == "weight":
             yield _merged(f"{owner}.{rest}", layers[owner])
@@ -105,7 +114,7 @@ def merged_weights(module: nn.Module) -> Iterator[ExportedWeight]:
 
 def unmerged_weights(module: nn.Module, wrapper: str) -> Iterator[ExportedWeight]:
     """Yield base weights, and adapter factors by PEFT's names."""
-    for name, parameter in module.named_parameters():
+    for name, parameter in named_weights(module):
         if any(factor in name for factor in FACTORS):
             exported_name = PREFIX + name.removeprefix(wrapper).replace(f".{ADAPTER}.", ".")
         else:

@@ -78,8 +78,10 @@ class PolicyModel:
             raise GenerationError(
                 f"transformers does not allow replacing the attention of {config.model_type}: take vllm"
             )
-        self._parameters: dict[str, nn.Parameter] = dict(self._model.named_parameters())
-        self._tied = {name for name, _ in self._model.named_parameters(remove_duplicate=False)} - set(self._parameters)
+        self._weights: dict[str, Tensor] = dict(self._model.named_parameters())
+        state: dict[str, Tensor] = self._model.state_dict(keep_vars=True)
+        self._weights |= {name: each for name, each in state.items() if not isinstance(each, nn.Parameter)}  # buffers
+        self._tied = state.keys() - self._weights.keys()
         self._hooks: list[Any] = []
         self._routes: Sequence[Route] = ()
         self._routed: set[str] = set()
@@ -128,7 +130,7 @@ class PolicyModel:
     def exchange(self, version: Version) -> None:
         """Use a version; no pass may run."""
         for name, tensor in version.weights.items():
-            self._parameters[name].data = tensor
+            self._weights[name].data = tensor
         for hook in self._hooks:
             hook.remove()
         modules = dict(self._model.named_modules())
@@ -137,15 +139,20 @@ class PolicyModel:
     def _read_weights(self, path: Path) -> dict[str, Tensor]:
         with TensorFile(path) as file:
             names = set(file.names()) - self._tied
-            if missing := sorted(self._parameters.keys() - names):
+            if missing := sorted(self._weights.keys() - names):
                 raise WeightsError(f"{missing[0]} is not in the file {path.name}, nor are {len(missing) - 1} others")
-            if unknown := sorted(names - self._parameters.keys()):
+            if unknown := sorted(names - self._weights.keys()):
                 raise WeightsError(f"{path.name} holds {unknown[0]}, which the model has not")
-            weights = {name: file.get_tensor(name).to(self.dtype, copy=True) for name in self._parameters}
+            weights = {
+                name: file.get_tensor(name).to(self.dtype, copy=True)
+                if isinstance(own, nn.Parameter)
+                else file.get_tensor(name).clone()
+                for name, own in self._weights.items()
+            }
         for name, tensor in weights.items():
-            if tensor.shape != self._parameters[name].shape:
+            if tensor.shape != self._weights[name].shape:
                 raise WeightsError(
-                    f"{name} has shape {list(tensor.shape)} in the file, {list(self._parameters[name].shape)} in the model"
+                    f"{name} has shape {list(tensor.shape)} in the file, {list(self._weights[name].shape)} in the model"
                 )
         return weights
 

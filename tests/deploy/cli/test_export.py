@@ -1,6 +1,7 @@
 """Exported folders compute what the checkpoint computes, and are written only if they do."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.models.export import copy_model_files, export_weights
 from offbeat.trainer.models.loading import load_policy, load_reward_model
 from offbeat.trainer.models.lora import FACTORS, merged_weights, save_adapter, unmerged_weights
+from tests.families import write_family
 
 ARGS = ModelArgs(lora_target="all-linear", lora_rank=3, lora_alpha=5.0)
 WRAPPER = "model."
@@ -71,6 +73,18 @@ def test_merged_weights_are_those_of_the_checkpoint(run: Path, tmp_path: Path, d
     assert AutoModelForCausalLM.from_pretrained(out, dtype="auto").dtype == kind
     assert AutoTokenizer.from_pretrained(out).chat_template == AutoTokenizer.from_pretrained(checkpoint).chat_template
     assert not (out / "learner.json").exists()
+
+
+def test_a_checkpoint_without_its_buffers_is_not_exported(run: Path, tmp_path: Path):
+    """As builds before 0.2 wrote them."""
+    checkpoint = run / "checkpoints" / "step-000004"
+    write_family(tmp_path / "glm", "glm4_moe")
+    shutil.copy(tmp_path / "glm" / "config.json", checkpoint)
+    export_weights(checkpoint, load_policy(tmp_path / "glm", ModelArgs(), seed=0).model.named_parameters())
+    done = offbeat("export", checkpoint, "-o", tmp_path / "out")
+    assert done.exit_code == 2
+    assert "lacks model.layers.1.mlp.gate.e_score_correction_bias" in done.output
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_adapter_on_its_base_is_the_checkpoint(run: Path, folder: Path, tmp_path: Path):

@@ -1,0 +1,88 @@
+"""Tiny models of transformers' families, with random weights."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from offbeat.trainer.models.packing import PackedInput
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+ROUTED = EXPERTS | {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 8},
+    "qwen2_moe": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32},
+    "qwen3_moe": EXPERTS | {"num_experts": 4, "head_dim": 16},
+    "qwen3": {"head_dim": 16},
+    "gemma2": {"head_dim": 16, "sliding_window": 8},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma4_text": {
+        "head_dim": 16,
+        "global_head_dim": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 64,
+        "num_kv_shared_layers": 0,
+    },
+    "glm": {"head_dim": 16},
+    "glm4": {"head_dim": 16},
+    "glm4_moe": ROUTED | {"head_dim": 16},
+    "deepseek_v2": ROUTED | LATENT | {"num_key_value_heads": 4},
+    "deepseek_v3": ROUTED | LATENT | {"num_key_value_heads": 4},
+    "qwen3_5_text": LINEAR | {"head_dim": 16},
+    "qwen3_next": LINEAR | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32, "head_dim": 16},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "block_auto_adjust_ff_dim": False},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 64,
+    },
+    "bloom": {"n_layer": 2, "n_head": 2},
+    "mpt": {"d_model": 64, "n_layers": 2, "n_heads": 2, "max_seq_len": 128},
+    "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 8},
+}
+
+
+def write_family(folder: Path, model_type: str, **changes: Any) -> None:
+    """Write the `config.json` of a model, whose weights are then random."""
+    AutoConfig.for_model(model_type, **SIZES | CHANGES.get(model_type, {}) | changes).save_pretrained(folder)
+
+
+def pack(sequences: Sequence[Tensor]) -> PackedInput:
+    """Pack sequences, and score all tokens but the first of each."""
+    borders = torch.tensor([0, *map(len, sequences)]).cumsum(0)
+    tokens = torch.cat(list(sequences))
+    positions = torch.tensor([n for n in range(len(tokens)) if n not in borders.tolist()])
+    return PackedInput.of(tokens, borders, positions)
