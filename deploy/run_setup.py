@@ -74,10 +74,14 @@ def identify_base(config: RunConfig) -> str:
     """
     if config.actor_infer.engine.max_lora_rank is None or config.warm_start is not None:
         return ""
+    return digest_base(config, [config.actor_train.model_args.dtype, config.weights.dtype])
+
+
+def digest_base(config: RunConfig, about: JsonValue) -> str:
+    """Return a digest of the policy's architecture and weights, and of what else is about them."""
     digest = hashlib.blake2b(digest_size=16)
     architecture = {key: value for key, value in load_architecture(config).items() if key not in NAMES}
-    dtypes = [config.actor_train.model_args.dtype, config.weights.dtype]
-    digest.update(json.dumps([architecture, dtypes], sort_keys=True).encode())
+    digest.update(json.dumps([architecture, about], sort_keys=True).encode())
     folder = Path(config.pretrain)
     files = (
         [] if config.pretrain == "tiny" else sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])

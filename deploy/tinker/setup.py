@@ -1,20 +1,25 @@
 """Folder, base model and processes' settings of a Tinker server."""
 
+import hashlib
+import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 import msgspec
 
+from offbeat.deploy.config.checks.hf_infer import check_cache
+from offbeat.deploy.config.checks.model import has_vision
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.sharing import SHARED_UTILIZATION
+from offbeat.deploy.config.vocabulary import collect_words
 from offbeat.deploy.run_folder import make_private
-from offbeat.deploy.run_setup import model_folder, write_policy
+from offbeat.deploy.run_setup import digest_base, load_architecture, model_folder, write_policy
 from offbeat.deploy.tinker.child import SupervisedChild
 from offbeat.deploy.tinker.open_service import ServiceSettings
 from offbeat.services.errors import MeshError
 from offbeat.services.generation.config import EngineModelArgs
 from offbeat.services.generation.hf.limits import architecture_problem
-from offbeat.services.generation.tenancy import read_architecture
 from offbeat.services.tinker.owners import read_keys
 from offbeat.trainer.tinker.base_model import claim_folder, weights_file
 from offbeat.trainer.tinker.process import LearnerSettings
@@ -33,22 +38,17 @@ class TinkerSetup:
         ):
             if number > 1:
                 raise MeshError(f"{key}: {number}: a Tinker server has one engine and one learner: set it to 1")
+        _check_model(config)
+        read_keys(config.tinker.keys_file)
         self._config = config
         self._name = name
         self._model = model_folder(config).resolve()
         self.root = config.output_dir.resolve() / TINKER
         make_private(config.output_dir)
         (self.root / "logs").mkdir(parents=True, exist_ok=True)
+        claim_folder(self.root, self._model, config.actor_train.model_args, config.seed, _digest_base(config))
         if config.has_policy_folder:
             write_policy(config, self._model)
-        read_keys(config.tinker.keys_file)
-        infer = config.actor_infer
-        if config.tinker.engine_on(infer.device) == "hf_infer":
-            if infer.device == "cuda":
-                raise MeshError("tinker.engine: hf_infer samples on a CPU: take vllm, or set actor_infer.device to cpu")
-            if problem := architecture_problem(read_architecture(self._model)):
-                raise MeshError(f"pretrain: {self._model}: {problem}")
-        claim_folder(self.root, self._model, config.actor_train.model_args, config.seed)
 
     @property
     def model_name(self) -> str:
@@ -98,3 +98,28 @@ class TinkerSetup:
     @property
     def _context(self) -> int:
         return self._config.actor_infer.engine.max_model_len or self._config.sequence_length
+
+
+def _check_model(config: RunConfig) -> None:
+    """Raise MeshError with the key if adapters, or the engine, do not support the base model."""
+    infer = config.actor_infer
+    if has_vision(config):
+        raise MeshError("pretrain: the policy has image input; adapters support text models only")
+    if config.tinker.engine_on(infer.device) != "hf_infer":
+        return
+    if infer.device == "cuda":
+        raise MeshError("tinker.engine: hf_infer samples on a CPU: take vllm, or set actor_infer.device to cpu")
+    architecture = load_architecture(config)
+    if problem := architecture_problem(architecture):
+        raise MeshError(f"pretrain: {config.pretrain}: {problem}")
+    with suppress(KeyError):  # of an unknown architecture, which the engine reports
+        for issue in check_cache(config, architecture):
+            raise MeshError(str(issue))
+
+
+def _digest_base(config: RunConfig) -> str:
+    """Return a digest of the base model; of the tiny policy's settings, as its files depend on transformers' version."""
+    if config.pretrain != "tiny":
+        return digest_base(config, None)
+    settings = [config.tiny.model_dump(mode="json"), collect_words(config)]
+    return hashlib.blake2b(json.dumps(settings).encode(), digest_size=16).hexdigest()

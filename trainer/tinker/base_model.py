@@ -17,19 +17,27 @@ from offbeat.trainer.tinker.folders import write_tensors
 MARKER, EXPORTED = "base.json", "base.safetensors"
 
 
-def claim_folder(root: Path, model: Path, args: ModelArgs, seed: int) -> None:
-    """Bind the folder to a base model; raises MeshError if it belongs to another."""
-    about = {"model": str(model.resolve()), "dtype": args.dtype, "seed": seed}
+def claim_folder(root: Path, model: Path, args: ModelArgs, seed: int, digest: str) -> None:
+    """Bind the folder to a base model; raises MeshError if it belongs to another. digest: of its files."""
+    about = {"model": str(model.resolve()), "dtype": args.dtype, "seed": seed, "digest": digest}
     marker = root / MARKER
-    if not marker.exists():
-        write_json(marker, about)
-        sync_folder(root)
-    elif (before := json.loads(marker.read_text())) != about:
-        key = next(key for key in about if before.get(key) != about[key])
+    before = json.loads(marker.read_text()) if marker.exists() else {}
+    others = [key for key in about if before.get(key, about[key]) != about[key]]  # earlier builds wrote no digest
+    if others == ["digest"]:
         raise MeshError(
-            f"{root} holds adapters of a base model with {key} {before.get(key)!r}, not {about[key]!r}: "
+            f"{root} holds adapters of a base model with other weights, sizes or words than {model} has now: set "
+            "another output_dir"
+        )
+    if others:
+        raise MeshError(
+            f"{root} holds adapters of a base model with {others[0]} {before[others[0]]!r}, not {about[others[0]]!r}: "
             "set another output_dir"
         )
+    if before != about:
+        written = marker.with_name(f".{MARKER}")
+        write_json(written, about)
+        written.replace(marker)
+        sync_folder(root)
 
 
 def load_base(model: Path, args: ModelArgs, seed: int) -> PackedPolicy:

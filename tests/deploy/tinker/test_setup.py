@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -6,6 +7,14 @@ from offbeat.deploy.config.loader import read_run
 from offbeat.deploy.tinker.setup import TinkerSetup
 from offbeat.services.errors import MeshError
 from offbeat.services.generation.config import GenerationConfig
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
+from offbeat.trainer.models.tiny import write_tiny_policy
+from offbeat.trainer.tinker.base_model import MARKER
+from tests.integration.policy_weights import random_policy
+
+
+def prepare(folder: Path, *overrides: str) -> TinkerSetup:
+    return TinkerSetup(read_run(Path("quickstart"), [f"output_dir={folder}/run", *overrides]))
 
 
 @pytest.mark.parametrize("key", ["actor_infer.num_replicas", "actor_train.num_processes"])
@@ -20,3 +29,48 @@ def test_adapters_on_gpus_are_sampled_in_bfloat16(tmp_path: Path, device: str, d
     setup = TinkerSetup(read_run(Path("quickstart"), [f"output_dir={tmp_path}", f"actor_infer.device={device}"]))
     settings = setup.service("redis://127.0.0.1/0")
     assert GenerationConfig.model_validate_json(settings.generation).model_args.dtype == dtype
+
+
+def test_a_folder_belongs_to_the_weights_that_its_base_model_has(tmp_path: Path) -> None:
+    """Adapters and moments would go on upon others without a word."""
+    model = tmp_path / "model"
+    write_tiny_policy(model, TinyPolicyConfig(), [f"w{i}" for i in range(25)])
+    for seed in (3, 3, 4):
+        random_policy(model, seed).save_pretrained(model)
+        if seed == 4:
+            with pytest.raises(MeshError, match=f"other weights, sizes or words than {model} has now: set another"):
+                prepare(tmp_path, f"pretrain={model}")
+        else:
+            prepare(tmp_path, f"pretrain={model}")
+
+
+@pytest.mark.parametrize(
+    "change", ["tiny.hidden_size=128", "custom_envs.FrozenLake.agent_template='{observation} ahoi'"]
+)
+def test_another_tiny_policy_is_refused_before_its_files_are_replaced(tmp_path: Path, change: str) -> None:
+    setup = prepare(tmp_path)
+    files = sorted((tmp_path / "run" / "policy").iterdir())
+    before = [each.read_bytes() for each in files]
+    with pytest.raises(MeshError, match="set another output_dir"):
+        prepare(tmp_path, change)
+    assert [each.read_bytes() for each in files] == before
+    marker = setup.root / MARKER
+    known = json.loads(marker.read_text())
+    marker.write_text(json.dumps({key: value for key, value in known.items() if key != "digest"}))
+    prepare(tmp_path)  # with what an earlier build wrote
+    assert json.loads(marker.read_text()) == known
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("tiny.vision={}", "pretrain: the policy has image input; adapters support text models only"),
+        ("actor_infer.kv_cache_gib=1e-6", "actor_infer.kv_cache_gib: 1e-06 GiB hold no sequence"),
+    ],
+)
+def test_a_model_that_adapters_or_the_engine_cannot_serve_is_refused(
+    tmp_path: Path, override: str, message: str
+) -> None:
+    with pytest.raises(MeshError, match=message):
+        prepare(tmp_path, override)
+    assert not list(tmp_path.iterdir())
