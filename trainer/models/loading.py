@@ -17,6 +17,7 @@ from offbeat.services.chat.vision import ImageProcessor, model_family
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.config.roles import CriticModelType
 from offbeat.trainer.models.attention import PACKED_ATTENTION
+from offbeat.trainer.models.limits import packing_problem
 from offbeat.trainer.models.lora import add_adapters
 from offbeat.trainer.models.policy import PackedCritic, PackedPolicy
 from offbeat.trainer.models.reward_model import PackedRewardModel
@@ -28,6 +29,16 @@ CLASSIFIERS: dict[CriticModelType, Any] = {
     "auto_sequence_classification": AutoModelForSequenceClassification,
     "auto_token_classification": AutoModelForTokenClassification,
 }
+
+
+def policy_loader(folder: Path) -> Any:
+    """Return transformers' loader of a policy."""
+    return AutoModelForCausalLM if model_family(folder) is None else AutoModelForImageTextToText
+
+
+def critic_loader(model_type: CriticModelType | None) -> Any:
+    """Return transformers' loader of a critic."""
+    return AutoModel if model_type is None else CLASSIFIERS[model_type]
 
 
 def has_weights(folder: Path) -> bool:
@@ -45,7 +56,7 @@ def load_policy(
     """Load a policy; `seed` initializes missing weights.
 
     Raises:
-        ValueError: adapters or a shared prefix do not fit.
+        ValueError: the model can't be packed, or adapters or a shared prefix do not fit.
     """
     policy = _load_policy(folder, args, seed, temperature)
     if value_head:
@@ -55,13 +66,13 @@ def load_policy(
 
 def load_critic(folder: Path, args: ModelArgs, seed: int, model_type: CriticModelType | None = None) -> PackedCritic:
     """Load a backbone with a zero value head, or with that of a classifier; raises ValueError if it has none."""
+    model = _load(critic_loader(model_type), folder, args, seed)
     if model_type is None:
-        return PackedCritic(_load(AutoModel, folder, args, seed))
-    classifier = _load(CLASSIFIERS[model_type], folder, args, seed)
-    score = getattr(classifier, "score", None)
+        return PackedCritic(model)
+    score = getattr(model, "score", None)
     if not isinstance(score, nn.Linear) or score.out_features != 1:
-        raise ValueError(f"{type(classifier).__name__} in {folder} has no linear `score` with one label")
-    critic = PackedCritic(cast(PreTrainedModel, classifier.base_model))
+        raise ValueError(f"{type(model).__name__} in {folder} has no linear `score` with one label")
+    critic = PackedCritic(cast(PreTrainedModel, model.base_model))
     with torch.no_grad():
         critic.value_head.weight.copy_(score.weight)
         if score.bias is not None:
@@ -81,10 +92,10 @@ def load_reward_model(folder: Path, args: ModelArgs, seed: int) -> PackedRewardM
 
 
 def _load_policy(folder: Path, args: ModelArgs, seed: int, temperature: float) -> PackedPolicy:
-    if model_family(folder) is not None:
-        model = _load(AutoModelForImageTextToText, folder, args, seed)
+    auto = policy_loader(folder)
+    model = _load(auto, folder, args, seed)
+    if auto is AutoModelForImageTextToText:
         return PackedVisionPolicy(model, temperature, ImageProcessor(folder))
-    model = _load(AutoModelForCausalLM, folder, args, seed)
     if args.lora_target is not None:
         add_adapters(model, args, seed)
     return PackedPolicy(model, temperature)
@@ -92,6 +103,8 @@ def _load_policy(folder: Path, args: ModelArgs, seed: int, temperature: float) -
 
 def _load(auto: Any, folder: Path, args: ModelArgs, seed: int, **settings: int) -> PreTrainedModel:
     """settings: of the model's config."""
+    if problem := packing_problem(auto, folder):
+        raise ValueError(f"{folder}: {problem}")
     attention = _attention_implementation(args, has_vision=auto is AutoModelForImageTextToText)
     dtype = getattr(torch, args.dtype)
     if has_weights(folder):

@@ -24,6 +24,7 @@ from offbeat.deploy.config.checks.model import (
     check_synced_reference,
     check_weights,
 )
+from offbeat.deploy.config.checks.packing import check_packing
 from offbeat.deploy.config.checks.prompts import OnStep, check_first_prompts, ignore_step
 from offbeat.deploy.config.checks.resume import check_resume
 from offbeat.deploy.config.checks.rewards import check_rewards, check_rlvr
@@ -119,6 +120,7 @@ def _check_static(
         *check_engine_arguments(config),
         *check_sglang(config),
         *check_experts(config),
+        *check_packing(config),
         *_check_architecture(config, on_step),
         *check_sampling(config),
         *check_lora(config),

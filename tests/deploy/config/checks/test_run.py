@@ -107,7 +107,11 @@ def test_all_issues_are_returned_together():
         ({}, "pretrain", "no tokenizer"),
         ({"tokenizer.json": "{}"}, "pretrain", "config.json"),
         ({"tokenizer.json": "{}", "config.json": "["}, "pretrain", "config.json"),
-        ({"tokenizer.json": "{}", "config.json": "{}"}, "pretrain", "not a valid tokenizer"),
+        (
+            {"tokenizer.json": "{}", "config.json": json.dumps({"model_type": "qwen2"})},
+            "pretrain",
+            "not a valid tokenizer",
+        ),
         (
             {"tokenizer.json": "{}", "config.json": json.dumps({"max_position_embeddings": 256})},
             "sequence_length",

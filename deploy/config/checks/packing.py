@@ -1,0 +1,45 @@
+"""Checks of the models that the learner computes, whose sequences are packed into one row."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from offbeat.deploy.config.run import RunConfig
+from offbeat.trainer.config.issue import ConfigIssue
+
+Kind = Literal["policy", "critic", "reward_model"]
+
+
+def check_packing(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield models of an architecture that can't be packed."""
+    models = [(key, Path(folder), kind) for key, folder, kind in _models(config) if folder is not None]
+    models = [each for each in models if (each[1] / "config.json").is_file()]  # a missing folder has its own error
+    if not models:
+        return
+    from transformers import AutoModelForSequenceClassification  # torch takes seconds
+
+    from offbeat.trainer.models.limits import packing_problem
+    from offbeat.trainer.models.loading import critic_loader, policy_loader
+
+    context = config.actor_infer.engine.max_model_len or config.sequence_length
+    for key, folder, kind in models:
+        auto = AutoModelForSequenceClassification
+        if kind != "reward_model":
+            auto = policy_loader(folder) if kind == "policy" else critic_loader(config.critic.model_args.model_type)
+        if problem := packing_problem(auto, folder, context):
+            yield ConfigIssue(key, f"{folder}: {problem}")
+
+
+def _models(config: RunConfig) -> Iterator[tuple[str, str | None, Kind]]:
+    """Yield the key, the folder, if any, and the kind of each model."""
+    args = "model_args.model_name_or_path"
+    pretrain = None if config.pretrain == "tiny" else config.pretrain
+    yield "pretrain", pretrain, "reward_model" if config.trains_reward_model else "policy"
+    if config.needs_reference:
+        yield f"reference.{args}", config.reference.model_args.own_folder, "policy"
+    if config.has_own_critic:
+        is_named = config.critic.model_args.model_name_or_path is not None
+        yield f"critic.{args}" if is_named else "reward_pretrain", config.critic_folder, "critic"
+    for name, teacher in config.teacher.items():
+        if teacher.strategy_args.strategy_name != "vllm":  # which packs nothing
+            yield f"teacher.{name}.{args}", teacher.model_args.own_folder, "policy"

@@ -1,0 +1,52 @@
+"""Models that can't be packed are refused before the start, by the key that names them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from offbeat.deploy.config.checks.packing import check_packing
+from offbeat.deploy.config.checks.run import check_settings
+from offbeat.deploy.config.loader import compose_tree, validate_tree
+from tests.families import write_family
+from tests.paths import CONFIGS, QUICKSTART
+
+FOLDER = "model_args.model_name_or_path"
+
+
+def problems(*overrides: str, file: Path = QUICKSTART) -> dict[str, str]:
+    return {each.path: each.message for each in check_packing(validate_tree(compose_tree(file, list(overrides))))}
+
+
+@pytest.mark.parametrize(
+    ("key", "overrides"),
+    [
+        ("pretrain", ()),
+        (f"reference.{FOLDER}", ("use_kl_loss=true", "kl_loss_coef=0.1")),
+        (f"critic.{FOLDER}", ("adv_estimator=gae",)),
+        ("reward_pretrain", ("adv_estimator=gae",)),
+        (f"teacher.big.{FOLDER}", ()),
+    ],
+)
+def test_each_role_that_packs_is_checked(key: str, overrides: tuple[str, ...], tmp_path: Path) -> None:
+    write_family(tmp_path / "good", "qwen3")
+    write_family(tmp_path / "bad", "qwen3_next")
+    plus = "+" if key.startswith("teacher") else ""
+    assert problems(f"{plus}{key}={tmp_path / 'good'}", *overrides) == {}
+    found = problems(f"{plus}{key}={tmp_path / 'bad'}", *overrides)
+    assert list(found) == [key]
+    assert "qwen3_next has layers of linear_attention" in found[key]
+
+
+def test_a_reward_model_is_of_an_architecture_with_a_head(tmp_path: Path) -> None:
+    file = CONFIGS / "reward_model.yaml"
+    write_family(tmp_path / "good", "qwen3")
+    write_family(tmp_path / "bad", "lfm2")
+    assert problems(f"pretrain={tmp_path / 'good'}", file=file) == {}
+    assert "lfm2" in problems(f"pretrain={tmp_path / 'bad'}", file=file)["pretrain"]
+
+
+def test_the_issue_is_one_of_a_runs_settings(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba7"}))
+    config = validate_tree(compose_tree(QUICKSTART, [f"pretrain={tmp_path}"]))
+    assert any("mamba7" in issue.message for issue in check_settings(config, cores=2) if issue.path == "pretrain")

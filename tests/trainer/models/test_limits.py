@@ -1,0 +1,111 @@
+"""Packed sequences are computed as alone, and models for which that does not hold are refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.models import loading
+from offbeat.trainer.models.limits import packing_problem
+from offbeat.trainer.models.loading import load_critic, load_policy, load_reward_model
+from offbeat.trainer.models.policy import PackedPolicy
+from tests.families import pack, write_family
+
+PACKED = (
+    *("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama", "mistral", "gemma", "gemma2", "gemma3_text", "gemma4_text"),
+    *("phi3", "glm", "glm4", "glm4_moe", "deepseek_v2", "deepseek_v3", "granite", "olmo2", "gpt2", "smollm3"),
+)
+RECURRENT = ("lfm2", "qwen3_5_text", "qwen3_next", "granitemoehybrid", "mamba", "recurrent_gemma", "rwkv")
+OWN_ATTENTION = ("bloom", "mpt", "falcon", "gptj", "stablelm")
+LENGTHS = (40, 7, 23)
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+    "original_max_position_embeddings": 32,
+}
+
+
+def leak(policy: PackedPolicy) -> float:
+    """Return how far logprobs of packed sequences are from those of each alone."""
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.2)
+        generator = torch.Generator().manual_seed(0)
+        sequences = [torch.randint(3, 60, (length,), generator=generator) for length in LENGTHS]
+        alone = torch.cat([policy(pack([each])).logprobs for each in sequences])
+        return float((policy(pack(sequences)).logprobs - alone).abs().max())
+
+
+@pytest.mark.parametrize("family", PACKED)
+def test_packed_sequences_are_computed_as_alone(family: str, tmp_path: Path) -> None:
+    write_family(tmp_path, family)
+    args = ModelArgs(attn_implementation="eager" if family == "gemma2" else "auto")  # it caps attention's logits
+    assert leak(load_policy(tmp_path, args, seed=0).eval()) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text", "bloom"])
+def test_refused_models_would_leak(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_family(tmp_path, family)
+    monkeypatch.setattr(loading, "packing_problem", lambda *_: None)
+    assert leak(load_policy(tmp_path, ModelArgs(), seed=0).eval()) > 1e-3
+
+
+@pytest.mark.parametrize("family", [*RECURRENT, *OWN_ATTENTION])
+def test_a_model_that_can_not_be_packed_is_refused_with_others_to_take(family: str, tmp_path: Path) -> None:
+    write_family(tmp_path, family)
+    says = rf"{family}\b.*take a model with attention alone, such as Qwen2.5"
+    with pytest.raises(ValueError, match=says):
+        load_policy(tmp_path, ModelArgs(), seed=0)
+    with pytest.raises(ValueError, match=says):
+        load_critic(tmp_path, ModelArgs(), seed=0)
+    with pytest.raises(ValueError, match=family):
+        load_reward_model(tmp_path, ModelArgs(), seed=0)
+
+
+@pytest.mark.parametrize("auto", [AutoModelForCausalLM, AutoModel, AutoModelForSequenceClassification])
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"model_type": "mamba7"}, "model type `mamba7` but Transformers does not recognize"),
+        ({}, "Unrecognized model"),
+        ({"model_type": "qwen2", "num_hidden_layers": "many"}, "can't read its config.json"),
+        ({"model_type": "siglip_vision_model"}, "has no siglip_vision_model"),
+    ],
+)
+def test_a_model_unknown_to_transformers_is_named(config: dict[str, Any], says: str, auto: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    problem = packing_problem(auto, tmp_path)
+    if auto is AutoModel and "siglip" in says:
+        return
+    assert problem is not None
+    assert says in problem
+    assert "\n" not in problem
+
+
+def test_chunks_and_long_positions_limit_the_context(tmp_path: Path) -> None:
+    write_family(tmp_path / "chunks", "llama4_text", attention_chunk_size=64, num_local_experts=2)
+    write_family(tmp_path / "phi", "phi3", rope_parameters=LONGROPE, original_max_position_embeddings=32)
+    for folder, longest in (("chunks", 64), ("phi", 32)):
+        assert packing_problem(AutoModelForCausalLM, tmp_path / folder, longest) is None
+        problem = packing_problem(AutoModelForCausalLM, tmp_path / folder, longest + 1)
+        assert problem is not None
+        assert f"{longest} tokens" in problem
+
+
+def test_a_language_model_out_of_one_with_image_input_is_refused(tmp_path: Path) -> None:
+    """Its weights have other names than the folder's, from which engines know the model."""
+    write_family(tmp_path, "llama4_text", attention_chunk_size=64, num_local_experts=2)
+    text = json.loads((tmp_path / "config.json").read_text())
+    whole = {"model_type": "llama4", "text_config": text, "vision_config": {}}
+    whole["architectures"] = ["Llama4ForConditionalGeneration"]
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    problem = packing_problem(AutoModelForCausalLM, tmp_path)
+    assert problem is not None
+    assert problem.startswith("llama4 has image input")

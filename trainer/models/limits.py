@@ -1,0 +1,64 @@
+# pyright: basic
+"""Models whose sequences can be packed into one row, by their class and `config.json`; no weights are read."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+CHUNKED = "chunked_attention"
+INSTEAD = "take a model with attention alone, such as Qwen2.5, Qwen3, Llama 3, Mistral or Gemma 3"
+
+
+def packing_problem(auto: Any, folder: Path, context: int = 0) -> str | None:
+    """Return why a folder's model can't be trained, or None.
+
+    auto: transformers' loader; context: tokens of the longest sequence, 0 if unknown.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever a model's code makes of its config.json
+        return f"transformers can't read its config.json: {str(error).partition(chr(10))[0]}"
+    kind, name, text = _find_class(auto, config), config.model_type, config.get_text_config()
+    if kind is None:
+        return f"{auto.__name__} of transformers has no {name}: {INSTEAD}"
+    layers = set(getattr(text, "layer_types", None) or ())
+    if others := sorted(layers - ATTENTION_LAYERS - {CHUNKED}):
+        return f"{name} has layers of {', '.join(others)}, by which packed sequences would change each other: {INSTEAD}"
+    if kind._is_stateful:
+        return f"{name} is recurrent, so that packed sequences would change each other: {INSTEAD}"
+    if not kind._supports_attention_backend:
+        return f"transformers can't replace the attention of {name}, so that packed sequences would mix: {INSTEAD}"
+    if auto is AutoModelForCausalLM and hasattr(config, "vision_config") and kind.__name__ not in _names(config):
+        return f"{name} has image input, which its language model in transformers leaves out: take a text model"
+    chunk = getattr(text, "attention_chunk_size", None) or 0
+    if CHUNKED in layers and context > chunk:
+        return f"{name} attends within chunks of {chunk} tokens: take a context of at most that, not {context}"
+    for short in _longrope_limits(text):
+        if context > short:
+            return (
+                f"{name} rotates all sequences of a batch otherwise if one has more than {short} tokens (longrope): take "
+                f"a context of at most that, not {context}"
+            )
+    return None
+
+
+def _find_class(auto: Any, config: Any) -> Any:
+    """Return the class that `auto` makes, or None."""
+    found = auto._model_mapping.get(type(config), None)
+    classes = found if isinstance(found, list | tuple) else [found]
+    return next((each for each in classes if each is not None and each.__name__ in _names(config)), classes[0])
+
+
+def _names(config: Any) -> list[str]:
+    return config.architectures or []
+
+
+def _longrope_limits(text: Any) -> Iterator[int]:
+    """Yield the lengths above which position frequencies change."""
+    rope: Mapping[str, Any] = getattr(text, "rope_parameters", None) or {}
+    for each in (rope, *rope.values()):
+        if isinstance(each, Mapping) and each.get("rope_type") == "longrope":
+            yield each["original_max_position_embeddings"]
