@@ -58,7 +58,8 @@ class VllmEngine:
         self._salted = config.engine.enable_prefix_caching and config.on_weight_update == "keep"
         self._has_sessions = config.keeps_sessions
         self._recompute = config.on_weight_update == "recompute"
-        self._steps_ahead = bool(llm.vllm_config.scheduler_config.async_scheduling)
+        # By asynchronous scheduling or pipeline stages: the engine then answers while steps are in flight
+        self._steps_ahead = llm.vllm_config.max_concurrent_batches > 1
         self._adapter: Any = None
         self._stage_s: float | None = None
         self._pausing: asyncio.Task[None] | None = None
