@@ -10,6 +10,7 @@ import msgspec
 
 from offbeat.deploy.config.checks.hf_infer import check_cache
 from offbeat.deploy.config.checks.model import has_vision
+from offbeat.deploy.config.checks.packing import check_packing
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.sharing import SHARED_UTILIZATION
 from offbeat.deploy.config.vocabulary import collect_words
@@ -105,6 +106,8 @@ def _check_model(config: RunConfig) -> None:
     infer = config.actor_infer
     if has_vision(config):
         raise MeshError("pretrain: the policy has image input; adapters support text models only")
+    for issue in check_packing(config):
+        raise MeshError(str(issue))
     if config.tinker.engine_on(infer.device) != "hf_infer":
         return
     if infer.device == "cuda":

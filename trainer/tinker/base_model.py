@@ -11,6 +11,7 @@ from offbeat.services.errors import MeshError
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.models.export import WEIGHTS
 from offbeat.trainer.models.loading import load_policy
+from offbeat.trainer.models.lora import named_weights
 from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.tinker.folders import write_tensors
 
@@ -56,4 +57,4 @@ def export_base(policy: PackedPolicy, root: Path, model: Path) -> None:
     if path.parent != root or path.exists():
         return
     # tied weights once, under the name that the engine knows
-    write_tensors(path, {name: each.detach().cpu() for name, each in policy.model.named_parameters()})
+    write_tensors(path, {name: each.detach().cpu() for name, each in named_weights(policy.model)})

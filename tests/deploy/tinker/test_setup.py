@@ -2,14 +2,17 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from offbeat.deploy.config.loader import read_run
 from offbeat.deploy.tinker.setup import TinkerSetup
 from offbeat.services.errors import MeshError
 from offbeat.services.generation.config import GenerationConfig
+from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.models.tiny import write_tiny_policy
-from offbeat.trainer.tinker.base_model import MARKER
+from offbeat.trainer.tinker.base_model import EXPORTED, MARKER, export_base, load_base
+from tests.families import write_family
 from tests.integration.policy_weights import random_policy
 
 
@@ -74,3 +77,17 @@ def test_a_model_that_adapters_or_the_engine_cannot_serve_is_refused(
     with pytest.raises(MeshError, match=message):
         prepare(tmp_path, override)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_base_that_can_not_be_packed_is_refused(tmp_path: Path) -> None:
+    write_family(tmp_path / "model", "qwen3_next")
+    with pytest.raises(MeshError, match=r"pretrain: .*model: qwen3_next has layers of linear_attention"):
+        prepare(tmp_path, f"pretrain={tmp_path / 'model'}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_engines_file_has_the_bases_buffers(tmp_path: Path) -> None:
+    write_family(tmp_path, "glm4_moe")
+    base = load_base(tmp_path, ModelArgs(), seed=1)
+    export_base(base, tmp_path, tmp_path)
+    assert "model.layers.1.mlp.gate.e_score_correction_bias" in load_file(tmp_path / EXPORTED)
