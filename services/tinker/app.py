@@ -1,8 +1,10 @@
 """HTTP routes of Tinker's API, as the SDK (0.38) calls them.
 
-Invariant: a refusal is JSON with the reason; 408 asks to fetch again, 410 to send again, 429 to wait.
+Invariant: a refusal is JSON with the reason; 408 asks to fetch again, 410 to send again, 429 to wait, 503 to repeat.
 """
 
+import logging
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -11,9 +13,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from redis.exceptions import RedisError
 
 from offbeat.services.control.auth import is_from_this_host
 from offbeat.services.errors import RetryableError
+from offbeat.services.redis.errors import complaint
 from offbeat.services.tinker.config import TinkerConfig
 from offbeat.services.tinker.errors import ForbiddenError, NotFoundError, TinkerError
 from offbeat.services.tinker.exposition import expose
@@ -38,7 +42,9 @@ from offbeat.services.tinker.schemas import (
     TtlBody,
 )
 from offbeat.services.tinker.service import NO_TOKENS, TinkerService
-from offbeat.services.tinker.wire import decode_sample_response
+from offbeat.services.tinker.wire import SampleAnswer, decode_sample_response
+
+logger = logging.getLogger(__name__)
 
 PROTOBUF = "application/x-protobuf"
 MAX_BODY_BYTES = 256 << 20
@@ -83,7 +89,8 @@ def create_app(service: TinkerService, keys: Keys, config: TinkerConfig) -> Fast
     app.include_router(router)
     app.add_exception_handler(TinkerError, _refuse)
     app.add_exception_handler(RequestValidationError, _refuse_body)
-    app.add_exception_handler(RetryableError, _ask_again)
+    for kind in (RetryableError, RedisError, OSError):
+        app.add_exception_handler(kind, _ask_again)
     return app
 
 
@@ -98,12 +105,24 @@ async def _refuse_body(_: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"detail": "; ".join(issues)}, 422)
 
 
-async def _ask_again(_: Request, error: Exception) -> JSONResponse:
-    return JSONResponse({"detail": str(error)}, 503)
+async def _ask_again(request: Request, error: Exception) -> JSONResponse:
+    """Answer that the engine, Redis or the disk has failed."""
+    logger.warning("%s %s: %s", request.method, request.url.path, error)
+    return JSONResponse({"detail": complaint(error) if isinstance(error, RedisError) else str(error)}, 503)
 
 
 def _future(ids: tuple[str, str]) -> Json:
     return {"request_id": ids[0], "model_id": ids[1]}
+
+
+def _sample(answer: SampleAnswer) -> Json:
+    """Return a sample, with what was asked of its prompt: null for tokens without a score."""
+    content: Json = {"sequences": [asdict(each) for each in answer.sequences]}
+    if answer.prompt_logprobs is not None:
+        content["prompt_logprobs"] = [None if math.isnan(each) else each for each in answer.prompt_logprobs]
+    if answer.prompt_top is not None:
+        content["topk_prompt_logprobs"] = [list(each) if each.ids else None for each in answer.prompt_top]
+    return content
 
 
 @router.get("/healthz")
@@ -251,7 +270,7 @@ async def retrieve_future(owner: Owner, service: Service, body: FutureBody, requ
     if not result.is_protobuf:
         return Response(result.body, media_type="application/json")
     if PROTOBUF not in request.headers.get("accept", "") and ":sample:" in body.request_id:
-        return JSONResponse({"sequences": [asdict(each) for each in decode_sample_response(result.body)]})
+        return JSONResponse(_sample(decode_sample_response(result.body)))
     return Response(result.body, media_type=PROTOBUF)
 
 

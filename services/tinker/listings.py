@@ -40,14 +40,16 @@ class TinkerListings:
         checkpoints = await self._records.checkpoints(owner)
         newest = sorted(models, key=lambda name: -models[name].created_at)
         chosen = newest[offset : offset + limit]
+        at = await self._store.applied_at(chosen)
         return {
-            "training_runs": [self._training_run(name, models[name], checkpoints) for name in chosen],
+            "training_runs": [self._training_run(name, models[name], checkpoints, at.get(name)) for name in chosen],
             "cursor": _cursor(offset, limit, len(newest)),
         }
 
     async def training_run(self, owner: str, model_id: str) -> Json:
         record = await self._records.model(owner, model_id)
-        return self._training_run(model_id, record, await self._records.checkpoints(owner))
+        at = await self._store.applied_at([model_id])
+        return self._training_run(model_id, record, await self._records.checkpoints(owner), at.get(model_id))
 
     async def checkpoints(self, owner: str, offset: int, limit: int) -> Json:
         found = _newest_first(await self._records.checkpoints(owner))
@@ -122,7 +124,9 @@ class TinkerListings:
         commands = activity.commands if activity is not None else {}
         running = {name: each for name, each in commands.items() if not await self._store.is_applied(name, each)}
         if activity is None or not running:
-            return "it has not taken up the next command; if this persists, it is starting"
+            return (
+                "it has not taken up the next command; if this persists, it is starting, or waits for room on the disk"
+            )
         seconds = f"for {time.time() - activity.since:.1f} s"
         if model_id in running:
             others = len(commands) - 1
@@ -153,13 +157,19 @@ class TinkerListings:
             "train_unembed": lora.train_unembed,
         }
 
-    def _training_run(self, model_id: str, record: ModelRecord, checkpoints: Mapping[str, CheckpointRecord]) -> Json:
+    def _training_run(
+        self,
+        model_id: str,
+        record: ModelRecord,
+        checkpoints: Mapping[str, CheckpointRecord],
+        applied_at: float | None,
+    ) -> Json:
+        """applied_at: time of the last command. None: there is none, or it is not known."""
         of_model = {path: each for path, each in checkpoints.items() if each.model_id == model_id}
         last = {
             kind: next(iter(_newest_first({k: v for k, v in of_model.items() if v.kind == kind})), None)
             for kind in SEGMENTS
         }
-        changed_at = max([record.created_at, *(each.created_at for each in of_model.values())])
         return {
             "training_run_id": model_id,
             "base_model": self._service.base.name,
@@ -167,7 +177,7 @@ class TinkerListings:
             "is_lora": True,
             "lora_rank": record.lora.rank,
             "lora_seed": record.lora.seed,
-            "last_request_time": _time(changed_at),
+            "last_request_time": _time(applied_at or record.created_at),
             "last_checkpoint": last["training"],
             "last_sampler_checkpoint": last["sampler"],
             "user_metadata": {k: str(v) for k, v in (record.user_metadata or {}).items()} or None,

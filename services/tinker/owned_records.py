@@ -49,13 +49,15 @@ class OwnedRecords:
         session = await self.session(owner, session_id)
         await self._store.end_session(session_id, msgspec.structs.replace(session, is_finished=True))
 
-    async def end_idle_sessions(self, before: float) -> None:
-        """End sessions whose last heartbeat was before a Unix time."""
-        idle = [session_id for session_id, at in (await self._store.heartbeats()).items() if at < before]
-        for session_id in idle:
-            session = await self._store.find(self._store.keys.sessions, session_id, Session)
-            if session is not None:
-                await self.finish_session(session.owner, session_id)
+    async def heartbeats(self) -> dict[str, float]:
+        """Return the Unix times of the last heartbeats of all keys' sessions that have not ended."""
+        return await self._store.heartbeats()
+
+    async def end_session(self, session_id: str) -> None:
+        """End a session of any key."""
+        session = await self._store.find(self._store.keys.sessions, session_id, Session)
+        if session is not None:
+            await self.finish_session(session.owner, session_id)
 
     async def models(self, owner: str) -> dict[str, ModelRecord]:
         models = await self._store.all(self._store.keys.models, ModelRecord)

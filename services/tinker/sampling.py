@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from offbeat.services.errors import GenerationError, WeightsError
 from offbeat.services.generation.engine import EndCheck, MostLikely, PromptScores, TopCompletion
@@ -20,7 +20,7 @@ from offbeat.services.tinker.errors import TinkerError
 from offbeat.services.tinker.records import AdapterVersion
 from offbeat.services.tinker.schemas import SampleBody
 from offbeat.services.tinker.stops import StopRules
-from offbeat.services.tinker.wire import SampledSequence
+from offbeat.services.tinker.wire import SampleAnswer, SampledSequence
 
 BASE_VERSION = 0
 
@@ -39,14 +39,6 @@ class AdapterEngine(Protocol):
     async def drop_adapter(self, name: str) -> None: ...
 
     async def check(self) -> None: ...
-
-
-class SampleAnswer(NamedTuple):
-    """prompt_logprobs, prompt_top: per token; NaN and nothing without a score."""
-
-    sequences: list[SampledSequence]
-    prompt_logprobs: list[float] | None = None
-    prompt_top: list[MostLikely] | None = None
 
 
 @dataclass(slots=True)

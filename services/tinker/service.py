@@ -16,7 +16,7 @@ from offbeat.services.errors import CodecError, MeshError
 from offbeat.services.tinker.checkpoints import CheckpointExpiry, Checkpoints
 from offbeat.services.tinker.config import TinkerConfig
 from offbeat.services.tinker.errors import GoneError, NotFoundError, TinkerError
-from offbeat.services.tinker.expiry import SessionExpiry
+from offbeat.services.tinker.expiry import ResultExpiry, SessionExpiry
 from offbeat.services.tinker.futures import SampleFutures
 from offbeat.services.tinker.owned_records import OwnedRecords
 from offbeat.services.tinker.records import (
@@ -91,9 +91,12 @@ class TinkerService:
 
     @asynccontextmanager
     async def background(self) -> AsyncIterator[None]:
-        """Listen for results, end idle sessions and delete expired checkpoints, for as long as the context is open."""
+        """Listen for results, end idle sessions, and delete expired checkpoints and results that were fetched, for as long
+        as the context is open.
+        """
         sessions = SessionExpiry(self.records, self._config.session_timeout_s)
-        work = (self.store.listen(), sessions.run(), CheckpointExpiry(self.checkpoints).run())
+        results, checkpoints = ResultExpiry(self.store), CheckpointExpiry(self.checkpoints)
+        work = (self.store.listen(), sessions.run(), results.run(), checkpoints.run())
         self._background = [asyncio.create_task(each) for each in work]
         try:
             yield
@@ -211,10 +214,16 @@ class TinkerService:
         await self.records.model(owner, parent)
         if not (number.isascii() and number.isdecimal()):
             raise NotFoundError(f"there is no request {request_id}")
-        is_closed = await self.store.is_closed(parent)
+        # Read before `is_applied`: what is applied meanwhile leaves the log, and its model may be closed
+        is_closed, is_logged = await self.store.is_closed(parent), await self.store.is_logged(parent, int(number))
         if not await self.store.is_applied(parent, int(number)):
             if is_closed:
                 raise GoneError(f"{request_id} was not applied before the session of model {parent} ended")
+            if not is_logged:
+                raise GoneError(
+                    f"command {request_id} is not known: it was never sent, or Redis has lost it. Load a checkpoint in a "
+                    "new session"
+                )
             return await self.store.wait_for_result(request_id, WAIT_S)
         if (result := await self.store.result(request_id)) is None:
             raise GoneError(f"the result of {request_id} is not kept any more")
@@ -296,7 +305,7 @@ class TinkerService:
             sequences = Counter(each.versions[0] for each in answer.sequences if each.versions)
             tokens = Counter(version for each in answer.sequences for version in each.versions)
             await self.store.count_samples(record.model_id, sequences, tokens)
-        return Result(encode_sample_response(*answer), is_protobuf=True)
+        return Result(encode_sample_response(answer), is_protobuf=True)
 
     async def _find_adapter(self, record: SamplerRecord) -> tuple[str, AdapterVersion | None]:
         """Return the name in the engine and the weights, empty and None for the base model; raises TinkerError."""

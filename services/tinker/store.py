@@ -29,6 +29,8 @@ from offbeat.services.tinker.records import (
 
 MIB = 1 << 20
 RECONNECT_S = 0.2
+FETCHED_EXPIRY_S = 600
+"""Of results that were fetched, as an answer may be lost."""
 HINT_TIMEOUT_S = 1.0
 """Interval of checks without a hint."""
 
@@ -43,6 +45,7 @@ class TinkerStore:
         self._submit = cast(Any, redis).register_script((SCRIPTS / "submit.lua").read_text())
         self._change = cast(Any, redis).register_script((SCRIPTS / "change_checkpoint.lua").read_text())
         self._hints: dict[str, asyncio.Event] = {}
+        self._fetched: set[str] = set()
 
     async def find(self, key: str, field: str, kind: type[RecordT]) -> RecordT | None:
         data = await self._redis.hget(key, field)
@@ -178,6 +181,19 @@ class TinkerStore:
         commands = await self.all(self.keys.applied_commands(model_id), AppliedCommand)
         return {int(seq_id): each for seq_id, each in commands.items()}
 
+    async def applied_at(self, model_ids: Sequence[str]) -> dict[str, float]:
+        """Return the Unix times of the models' last applied commands, if known."""
+        numbers = await self._redis.hmget(self.keys.applied, model_ids) if model_ids else ()
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for model_id, number in zip(model_ids, numbers, strict=True):
+                pipeline.hget(self.keys.applied_commands(model_id), number or "-1")
+            entries = await pipeline.execute()
+        return {
+            model_id: msgspec.json.decode(data, type=AppliedCommand).at
+            for model_id, data in zip(model_ids, entries, strict=True)
+            if data is not None
+        }
+
     async def diverged_commands(self, model_id: str) -> dict[int, AppliedCommand]:
         """Return the repetitions of commands that have left another state, by sequence id."""
         commands = await self.all(self.keys.diverged_commands(model_id), AppliedCommand)
@@ -202,10 +218,24 @@ class TinkerStore:
 
     async def result(self, request_id: str) -> Result | None:
         data = await self._redis.get(self.keys.result(request_id))
-        return None if data is None else Result.decode(data)
+        if data is None:
+            return None
+        self._fetched.add(request_id)
+        return Result.decode(data)
+
+    async def expire_fetched(self) -> None:
+        """Let results that were fetched since the last call expire soon."""
+        fetched, self._fetched = self._fetched, set()
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for request_id in fetched:
+                pipeline.expire(self.keys.result(request_id), FETCHED_EXPIRY_S)
+            await pipeline.execute()
 
     async def is_applied(self, model_id: str, seq_id: int) -> bool:
         return int(await self._redis.hget(self.keys.applied, model_id) or -1) >= seq_id
+
+    async def is_logged(self, model_id: str, seq_id: int) -> bool:
+        return bool(await self._redis.hexists(self.keys.log(model_id), seq_id))
 
     async def is_closed(self, model_id: str) -> bool:
         """Return whether a model takes no more commands."""

@@ -7,7 +7,7 @@ little-endian numbers.
 # pyright: basic
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -70,8 +70,8 @@ DTYPES: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<
 NO_LOGPROB = -99999.0
 """Of places in `TopkLogprobs` without a token, whose id is 0."""
 STOP_REASONS = {"stop": 0, "length": 1}
-MAX_ELEMENTS = 1 << 26
-"""Per tensor, also sparse."""
+MAX_ELEMENTS = 1 << 24
+"""Of a request's tensors, as many as a dense body has; sparse ones, which are small on the wire, have no more."""
 
 Array = npt.NDArray[Any]
 
@@ -117,7 +117,11 @@ class ForwardBackward:
 
     def data(self) -> list[Datum]:
         """Decode the sequences; raises CodecError with the index of a bad one."""
-        return [_decode_datum(datum, f"data[{i}]") for i, datum in enumerate(self.message.data)]
+        data, left = list[Datum](), MAX_ELEMENTS
+        for i, message in enumerate(self.message.data):
+            data.append(_decode_datum(message, f"data[{i}]", left))
+            left -= sum(each.size for each in data[-1].inputs.values())
+        return data
 
 
 def decode_forward_backward(body: bytes) -> ForwardBackward:
@@ -134,17 +138,21 @@ def decode_forward_backward(body: bytes) -> ForwardBackward:
     )
 
 
-def _decode_datum(datum: Any, path: str) -> Datum:
+def _decode_datum(datum: Any, path: str, left: int) -> Datum:
+    """left: elements that its inputs may have."""
     parts: list[Array] = []
     for i, chunk in enumerate(datum.model_input):
         if not chunk.HasField("encoded_text"):
             raise CodecError(f"{path}.model_input[{i}] is no text: images and audio are not served")
         parts.append(_read(chunk.encoded_text.tokens, DTYPES[3], f"{path}.model_input[{i}]"))
-    inputs = {entry.key: _decode_tensor(entry.value, f"{path}.{entry.key}") for entry in datum.loss_fn_inputs}
+    inputs: dict[str, Array] = {}
+    for entry in datum.loss_fn_inputs:
+        inputs[entry.key] = _decode_tensor(entry.value, f"{path}.{entry.key}", left)
+        left -= inputs[entry.key].size
     return Datum(np.concatenate(parts) if parts else np.zeros(0, np.int32), inputs)
 
 
-def _decode_tensor(tensor: Any, path: str) -> Array:
+def _decode_tensor(tensor: Any, path: str, left: int) -> Array:
     dtype = DTYPES.get(tensor.dtype)
     if dtype is None:
         raise CodecError(f"{path}: dtype {tensor.dtype} is neither float32 nor int64")
@@ -152,8 +160,11 @@ def _decode_tensor(tensor: Any, path: str) -> Array:
     size = 1
     for length in shape:
         size *= length
-        if length < 0 or size > MAX_ELEMENTS:
-            raise CodecError(f"{path}: shape {list(shape)} has more than {MAX_ELEMENTS} elements, or a negative length")
+        if length < 0 or size > left:
+            raise CodecError(
+                f"{path}: shape {list(shape)} has a negative length, or a request's tensors more than {MAX_ELEMENTS} "
+                "elements: send fewer sequences at once, or targets as [N, K]"
+            )
     if tensor.HasField("sparse_csr"):
         return _densify(tensor.sparse_csr, dtype, shape, path)
     values = _read(tensor.dense, dtype, path)
@@ -226,12 +237,16 @@ class SampledSequence:
     top: Sequence[MostLikely] | None = None
 
 
-def encode_sample_response(
-    sequences: Sequence[SampledSequence],
-    prompt_logprobs: Sequence[float] | None = None,
-    prompt_top: Sequence[MostLikely] | None = None,
-) -> bytes:
-    """prompt_logprobs: per token, NaN without one."""
+class SampleAnswer(NamedTuple):
+    """prompt_logprobs, prompt_top: per token; NaN and nothing without a score."""
+
+    sequences: Sequence[SampledSequence]
+    prompt_logprobs: Sequence[float] | None = None
+    prompt_top: Sequence[MostLikely] | None = None
+
+
+def encode_sample_response(answer: SampleAnswer) -> bytes:
+    sequences, prompt_logprobs, prompt_top = answer
     message = CLASSES["SampleResponse"]()
     if prompt_logprobs is not None:
         message.prompt_logprobs = np.asarray(prompt_logprobs, "<f4").tobytes()
@@ -257,11 +272,11 @@ def _write_top(field: Any, top: Sequence[MostLikely]) -> None:
     field.token_ids, field.logprobs, field.k, field.length = ids.tobytes(), logprobs.tobytes(), k, len(top)
 
 
-def decode_sample_response(body: bytes) -> list[SampledSequence]:
+def decode_sample_response(body: bytes) -> SampleAnswer:
     message = CLASSES["SampleResponse"]()
     message.ParseFromString(body)
     reasons = {number: reason for reason, number in STOP_REASONS.items()}
-    return [
+    sequences = [
         SampledSequence(
             np.frombuffer(sequence.tokens, "<i4").tolist(),
             np.frombuffer(sequence.logprobs, "<f4").tolist(),
@@ -271,6 +286,11 @@ def decode_sample_response(body: bytes) -> list[SampledSequence]:
         )
         for sequence in message.sequences
     ]
+    return SampleAnswer(
+        sequences,
+        np.frombuffer(message.prompt_logprobs, "<f4").tolist() if message.prompt_logprobs else None,
+        _read_top(message.topk_prompt_logprobs) if message.HasField("topk_prompt_logprobs") else None,
+    )
 
 
 def _read_top(field: Any) -> list[MostLikely]:

@@ -1,27 +1,24 @@
 """Routes over a real Redis: retries change nothing, keys are apart, and no body is answered with a 5xx."""
 
 import json
-import time
-from collections.abc import AsyncIterator
+from datetime import datetime
 from typing import Any
 from urllib.parse import quote
 
-import httpx
 import msgspec
 import numpy as np
 import pytest
-import pytest_asyncio
 from fastapi.routing import APIRoute
 from prometheus_client.parser import text_string_to_metric_families
-from redis.asyncio import Redis
 
-from offbeat.services.redis.connection import connect, connect_async
-from offbeat.services.tinker.app import PROTOBUF, create_app, router
+from offbeat.services.redis.connection import connect_async
+from offbeat.services.tinker.app import PROTOBUF, router
 from offbeat.services.tinker.config import TinkerConfig
-from offbeat.services.tinker.log import CommandLog, Write
-from offbeat.services.tinker.owners import Keys
+from offbeat.services.tinker.expiry import SessionExpiry
+from offbeat.services.tinker.log import Write
 from offbeat.services.tinker.records import (
     AdapterVersion,
+    AppliedCommand,
     CheckpointRecord,
     OptimStep,
     RefusedCommand,
@@ -30,58 +27,13 @@ from offbeat.services.tinker.records import (
     StepMetrics,
     decode_command,
 )
-from offbeat.services.tinker.sampling import Sampler
-from offbeat.services.tinker.service import BaseModelInfo, TinkerService
-from offbeat.services.tinker.store import TinkerStore
-from tests.services.tinker.test_sampling import FakeEngine, FakeTokenizer
+from tests.services.tinker.api_server import KEY, OTHER_KEY, Server, make_service
 from tests.services.tinker.test_sampling import body as sample_body
 from tests.services.tinker.test_wire import request as forward_backward_body
 from tests.waiting import wait_until
 
-CONFIG = TinkerConfig(max_queued_commands=100, max_models_per_key=3, max_saved_gib=1.5)
-KEY, OTHER_KEY = {"X-API-Key": "tml-one"}, {"X-API-Key": "tml-other"}
 NUM_HOSTILE = 2000
 ANSWERED = {200, 400, 401, 404, 405, 408, 410, 413, 422, 429}
-
-
-class Server:
-    """App, the log that a learner would read, its Redis, and a client."""
-
-    def __init__(self, client: httpx.AsyncClient, log: CommandLog, redis: Any, service: TinkerService) -> None:
-        self.client, self.log, self.redis, self.service = client, log, redis, service
-
-    async def post(self, path: str, body: Any, status: int = 200, key: dict[str, str] = KEY) -> Any:
-        answer = await self.client.post(path, json=body, headers=key)
-        assert answer.status_code == status, answer.text
-        return answer.json()
-
-    async def create_model(self) -> tuple[str, str]:
-        """Return a session's and its model's id."""
-        session = (await self.post("/create_session", {}))["session_id"]
-        body = {"session_id": session, "model_seq_id": 0, "base_model": "base", "lora_config": {"rank": 2}}
-        return session, (await self.post("/create_model", body))["model_id"]
-
-
-def make_service(redis: Redis, config: TinkerConfig) -> TinkerService:
-    sampler = Sampler(FakeEngine(), FakeTokenizer(), [50], context=100, max_adapters=2)
-    base = BaseModelInfo("base", "/models/base", "qwen2", 100)
-    return TinkerService(TinkerStore(redis, "test", config), sampler, base, config)
-
-
-@pytest_asyncio.fixture
-async def server(redis_url: str) -> AsyncIterator[Server]:
-    redis = connect_async(redis_url)
-    service = make_service(redis, CONFIG)
-    transport = httpx.ASGITransport(create_app(service, Keys(None), CONFIG), raise_app_exceptions=False)
-    with connect(redis_url) as learner:
-        log = CommandLog(learner, "test")
-        log.take_over()
-        async with (
-            service.background(),
-            httpx.AsyncClient(transport=transport, base_url="http://[::1]/api/v1") as client,
-        ):
-            yield Server(client, log, learner, service)
-    await redis.aclose()
 
 
 async def test_a_retried_call_gets_the_same_answer_and_adds_no_command(server: Server) -> None:
@@ -119,6 +71,19 @@ async def test_an_unknown_sample_is_to_be_sent_again(server: Server) -> None:
     await server.post("/retrieve_future", {"request_id": f"{sampler['sampling_session_id']}:5"}, 404, OTHER_KEY)
 
 
+async def test_a_sample_in_json_has_the_scores_of_its_prompt(server: Server) -> None:
+    session, _ = await server.create_model()
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "base"}
+    sampler = (await server.post("/create_sampling_session", body))["sampling_session_id"]
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
+    wanted = sample_body(sampling_session_id=sampler, prompt=prompt, prompt_logprobs=True, topk_prompt_logprobs=2)
+    asked = await server.post("/asample", wanted.model_dump(mode="json"))
+    answer = await server.post("/retrieve_future", {"request_id": asked["request_id"]})
+    assert len(answer["sequences"]) == 1
+    assert answer["prompt_logprobs"] == [None, -2.0, -3.0]
+    assert answer["topk_prompt_logprobs"] == [None, [[2, 3], [0.0, -1.0]], [[3, 4], [0.0, -1.0]]]
+
+
 async def test_deleted_weights_are_not_replaced_by_the_base_model(server: Server) -> None:
     session, model = await server.create_model()
     store, sampler = server.service.store, f"{session}:sample:0"
@@ -146,9 +111,11 @@ async def test_an_idle_session_ends_and_its_models_close_when_their_commands_are
     await server.post("/create_sampling_session", sampler)
     late = {"model_id": model, "seq_id": 5, "adam_params": {}}
     await server.post("/optim_step", late)
-    await server.service.records.end_idle_sessions(time.time() - 1000)
+    expiry = SessionExpiry(server.service.records, 1000.0)
+    for now in (0.0, 999.0):
+        await expiry.end_idle(now)
     assert server.log.ended() == {}
-    await server.service.records.end_idle_sessions(time.time())
+    await expiry.end_idle(1000.0)
     await server.post("/session_heartbeat", {"session_id": session}, 410)
     assert model in server.log.ended()[session]
     assert not server.log.close(model), "its first command is not applied"
@@ -289,6 +256,21 @@ async def test_optimizer_steps_are_listed_in_order(server: Server) -> None:
     assert [each["seq_id"] for each in steps] == list(range(12))
     assert steps[0] == {"seq_id": 0, **msgspec.structs.asdict(step)}
     assert (await server.client.get(path, headers=OTHER_KEY)).status_code == 404
+
+
+async def test_a_training_run_names_the_time_of_its_last_command(server: Server) -> None:
+    _, model = await server.create_model()
+    owner, key = server.log.model(model).owner, server.log.keys.applied_commands(model)
+    times = []
+    for seq_id, at in enumerate((5e9, 6e9)):
+        entry = AppliedCommand(kind="optim_step", at=at, version=seq_id)
+        await server.service.store.submit(model, owner, seq_id, OptimStep())
+        server.log.commit(model, owner, seq_id, Result.of_json({}), [Write.of(key, str(seq_id), entry)])
+        listed = (await server.client.get("/training_runs", headers=KEY)).json()["training_runs"]
+        shown = (await server.client.get(f"/training_runs/{model}", headers=KEY)).json()
+        assert listed == [shown]
+        times.append(datetime.fromisoformat(shown["last_request_time"]).timestamp())
+    assert times == [5e9, 6e9]
 
 
 async def test_prometheus_sees_the_open_models_of_a_key(server: Server) -> None:

@@ -26,7 +26,7 @@ from offbeat.services.tinker.records import (
 )
 from offbeat.services.tinker.schemas import CopyWeightsBody
 from offbeat.services.tinker.service import TinkerService
-from tests.services.tinker.test_app import make_service
+from tests.services.tinker.api_server import make_service
 from tests.waiting import wait_until
 
 OWNER, MODEL = "owner", "s:train:0"

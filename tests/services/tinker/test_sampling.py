@@ -204,7 +204,7 @@ async def test_the_prompt_is_scored_or_its_last_tokens(last_n: int | None, expec
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [1]}, {"type": "encoded_text", "tokens": [2, 3]}]}
     asked = body(prompt=prompt, prompt_logprobs=True, prompt_logprobs_last_n=last_n)
     answer = await make_sampler(FakeEngine()).sample(asked, "r", "", None)
-    assert deserialize_sample_response(encode_sample_response(*answer)).prompt_logprobs == expected
+    assert deserialize_sample_response(encode_sample_response(answer)).prompt_logprobs == expected
 
 
 async def test_top_tokens_are_read_by_the_sdk() -> None:
@@ -218,7 +218,7 @@ async def test_top_tokens_are_read_by_the_sdk() -> None:
         sampling={"stop": ["<2>"]},
     )
     answer = deserialize_sample_response(
-        encode_sample_response(*await make_sampler(FakeEngine()).sample(asked, "r", "", None))
+        encode_sample_response(await make_sampler(FakeEngine()).sample(asked, "r", "", None))
     )
     assert answer.prompt_logprobs is None
     assert answer.topk_prompt_logprobs == [None, None, [(3, 0.0), (4, -1.0)]]

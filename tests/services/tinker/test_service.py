@@ -22,7 +22,7 @@ from offbeat.services.tinker.records import (
 from offbeat.services.tinker.schemas import LoadWeightsBody
 from offbeat.services.tinker.service import MAX_COMMAND_BYTES, _wait
 from offbeat.services.tinker.wire import CLASSES
-from tests.services.tinker.test_app import CONFIG, make_service
+from tests.services.tinker.api_server import CONFIG, make_service
 
 
 @pytest.mark.parametrize("path", ["", "/data/" + "x" * 260])
@@ -87,3 +87,13 @@ async def test_a_checkpoint_of_a_rank_that_is_not_served_any_more_is_refused(red
         body = LoadWeightsBody(path="tinker://m/weights/x", optimizer=True, session_id=session, model_seq_id=1)
         with pytest.raises(TinkerError, match=r"exceeds .*tinker\.max_lora_rank"):
             await service.load_weights("me", body)
+
+
+async def test_a_command_that_is_not_known_is_gone(redis_url: str):
+    """It was never sent, or Redis has lost it: a client that was asked to wait would do so for ever."""
+    async with connect_async(redis_url) as redis:
+        service = make_service(redis, CONFIG)
+        record = ModelRecord(owner="me", session_id="s", created_at=time.time(), lora=Lora(rank=1, seed=0))
+        await service.store.add_model("m", record)
+        with pytest.raises(GoneError, match="Load a checkpoint in a new session"):
+            await service.retrieve("me", "m:3")

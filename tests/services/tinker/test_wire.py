@@ -16,7 +16,9 @@ from offbeat.services.errors import CodecError
 from offbeat.services.generation.engine import MostLikely
 from offbeat.services.tinker.wire import (
     CLASSES,
+    MAX_ELEMENTS,
     MESSAGES,
+    SampleAnswer,
     SampledSequence,
     decode_forward_backward,
     decode_sample_response,
@@ -72,6 +74,15 @@ def test_sparse_inputs_are_read_dense() -> None:
     assert data[0].inputs["weights"].shape == (3, 50)
 
 
+def test_sparse_inputs_of_a_request_have_a_limit() -> None:
+    """Each tensor has a few bytes on the wire, and a quarter of the elements or a bit more."""
+    targets = torch.zeros(3, MAX_ELEMENTS // 12 + 1, dtype=torch.int64)
+    targets[0, 4] = 9
+    decode_forward_backward(request(target_tokens=targets)).data()
+    with pytest.raises(CodecError, match=r"^data\[1\]\.\w+: .* or targets as \[N, K\]"):
+        decode_forward_backward(request(target_tokens=targets, weights=torch.zeros(3, targets.shape[1]))).data()
+
+
 def test_an_output_is_read_by_the_sdk() -> None:
     """Also of several shapes, in the order of the data."""
     arrays = [np.array([-1.0, -2.0]), np.array([[-3.0, -4.0]]), np.array([-5.0])]
@@ -87,13 +98,15 @@ def test_an_output_is_read_by_the_sdk() -> None:
 def test_samples_are_read_by_the_sdk_which_skips_the_versions() -> None:
     top = [MostLikely([5, 9], [-0.5, -2.0]), MostLikely([7], [-0.25])]
     sequences = [SampledSequence([5, 6], [-0.5, -1.0], [3, 4], "stop", top), SampledSequence([], [], [], "length")]
-    body = encode_sample_response(sequences)
+    answer = SampleAnswer(sequences, [-0.5, -1.0], [MostLikely([], []), *top])
+    body = encode_sample_response(answer)
     read = deserialize_sample_response(body).sequences
     assert [list(each.tokens) for each in read] == [[5, 6], []]
     assert [each.stop_reason for each in read] == ["stop", "length"]
     assert list(read[0].logprobs or ()) == [-0.5, -1.0]
     assert [each.topk_logprobs for each in read] == [[[(5, -0.5), (9, -2.0)], [(7, -0.25)]], None]
-    assert decode_sample_response(body) == sequences
+    assert decode_sample_response(body) == answer
+    assert decode_sample_response(encode_sample_response(SampleAnswer(sequences))) == SampleAnswer(sequences)
 
 
 def spoil(change: Any) -> bytes:

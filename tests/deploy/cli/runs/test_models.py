@@ -21,7 +21,7 @@ from offbeat.services.tinker.records import AppliedCommand, OptimStep
 from offbeat.services.tinker.records import Result as CommandResult
 from offbeat.services.tinker.service import TinkerService
 from tests.deploy.monitoring.test_prometheus import served
-from tests.services.tinker.test_app import CONFIG, make_service
+from tests.services.tinker.api_server import CONFIG, make_service
 
 KEY, OTHER_KEY = "tml-one", "tml-other"
 
