@@ -3,7 +3,7 @@
 import re
 from typing import Literal, Self
 
-from pydantic import ConfigDict, Field, JsonValue, field_validator, model_validator
+from pydantic import ConfigDict, Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 from offbeat.envs.config import Config
 from offbeat.services.devices import DeviceMapping
@@ -107,7 +107,7 @@ class EngineStrategy(Config):
     """`hf_infer`: transformers in the replica's process, for small models on a CPU. `sglang`: an SGLang server."""
     python: str = ""
     """Python with SGLang (`/other/venv/bin/python`), whose requirements are not vLLM's; empty: this one."""
-    strategy_config: VllmConfig = VllmConfig()
+    strategy_config: VllmConfig = Field(default=VllmConfig(), validate_default=True)
 
     @field_validator("strategy_name", mode="before")
     @classmethod
@@ -115,6 +115,14 @@ class EngineStrategy(Config):
         if isinstance(value, str) and value in UNSUPPORTED:
             raise ValueError(f"{value} can't sample ({UNSUPPORTED[value]}): take vllm, hf_infer or sglang")
         return value
+
+    @field_validator("strategy_config")
+    @classmethod
+    def _has_sglangs_default(cls, value: VllmConfig, info: ValidationInfo) -> VllmConfig:
+        """Resolve it here: in a run's record every field is set."""
+        if info.data.get("strategy_name") != "sglang" or "enforce_eager" in value.model_fields_set:
+            return value
+        return value.model_copy(update={"enforce_eager": False})
 
 
 class GenerationConfig(Config):

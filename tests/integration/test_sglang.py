@@ -35,10 +35,15 @@ def shared_files() -> set[str]:
     return set(glob(f"{SHARED_FILES}*"))
 
 
-@pytest_asyncio.fixture
-async def engine(tmp_path: Path) -> AsyncIterator[SglangEngine]:
+@pytest.fixture(params=["keep", "recompute"])
+def config(request: pytest.FixtureRequest) -> GenerationConfig:
     strategy = EngineStrategy(strategy_name="sglang", python=str(PYTHON))
-    config = GenerationConfig(model_args=EngineModelArgs(dtype="float32"), strategy_args=strategy)
+    dtype = EngineModelArgs(dtype="float32")
+    return GenerationConfig(model_args=dtype, strategy_args=strategy, on_weight_update=request.param)
+
+
+@pytest_asyncio.fixture
+async def engine(config: GenerationConfig, tmp_path: Path) -> AsyncIterator[SglangEngine]:
     before = shared_files()
     engine = await SglangEngine.start(config, write_policy(tmp_path), sequence_length=512, seed=1)
     yield engine
@@ -46,8 +51,11 @@ async def engine(tmp_path: Path) -> AsyncIterator[SglangEngine]:
     assert shared_files() == before
 
 
-async def test_tokens_have_the_learners_logprobs_across_an_update(engine: SglangEngine, tmp_path: Path) -> None:
-    await check_logprobs_across_an_update(engine, tmp_path, TOLERANCE)
+async def test_tokens_have_the_learners_logprobs_across_an_update(
+    config: GenerationConfig, engine: SglangEngine, tmp_path: Path
+) -> None:
+    recomputes = config.on_weight_update == "recompute"
+    await check_logprobs_across_an_update(engine, tmp_path, TOLERANCE, recomputes=recomputes)
 
 
 def test_a_run_whose_server_is_killed_loses_no_group(start: Start) -> None:

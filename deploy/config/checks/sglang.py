@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from offbeat.deploy.config.checks.agents import import_problem
 from offbeat.deploy.config.checks.hf_infer import check_cache
 from offbeat.deploy.config.checks.model import has_vision
+from offbeat.deploy.config.checks.sampling import sampling_key
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.vocabulary import MissingWordsError
 from offbeat.deploy.run_setup import load_architecture
@@ -34,6 +35,11 @@ def check_sglang(config: RunConfig) -> Iterator[ConfigIssue]:
             "weights.transport",
             f"{config.weights.transport} is of vLLM's engines, and sglang reads files: take shm or fs",
         )
+    if infer.engine.pipeline_parallel_size > 1:
+        yield ConfigIssue(
+            f"{ENGINE}.pipeline_parallel_size",
+            "sglang does not pause a pipeline for new weights: take tensor_parallel_size, or vllm",
+        )
     if infer.engine.max_lora_rank is not None:
         yield ConfigIssue(
             f"{ENGINE}.max_lora_rank", "sglang is given merged weights: leave max_lora_rank out, or take vllm"
@@ -41,6 +47,13 @@ def check_sglang(config: RunConfig) -> Iterator[ConfigIssue]:
     if infer.keep_sessions:
         yield ConfigIssue(
             "actor_infer.keep_sessions", "sessions stay in vLLM alone: leave keep_sessions out, or take vllm"
+        )
+    args = infer.generating_args
+    if args.top_p < 1 and args.top_k < 1:
+        yield ConfigIssue(
+            sampling_key(config, "top_p"),
+            "sglang records logprobs under top_p only where top_k is set: set it (up to 4096, or "
+            f"{ENGINE}.sampling_mask_max_tokens), or take vllm",
         )
     if has_vision(config):
         yield ConfigIssue(

@@ -24,6 +24,7 @@ FINISH_REASONS = {"stop": FinishReason.STOP, "abort": FinishReason.ABORT}
 """Of SGLang; others leave an answer incomplete."""
 PAUSES = {"keep": "in_place", "recompute": "retract"}
 """`on_weight_update` -> mode of `/pause_generation`."""
+CUT_LOGPROBS = "output_token_sampling_logprobs"
 CHECK_TIMEOUT_S = 10.0
 WEIGHTS = "model.safetensors"
 
@@ -89,6 +90,8 @@ class SglangEngine:
             "sampling_params": _parameters(request.sampling),
             "return_logprob": True,
         }
+        if is_cut := request.sampling.top_k > 0 and request.sampling.temperature > 0:
+            body["return_sampling_mask"] = True
         if self._salted:
             body["extra_key"] = f"{self._salt}v{version}"
         try:
@@ -100,7 +103,7 @@ class SglangEngine:
             return Completion(request.request_id, error=_message(reply))
         if not reply.is_success:
             raise RetryableError(f"the engine failed: {_message(reply)}")
-        return _completion(request.request_id, reply.json())
+        return _completion(request.request_id, reply.json(), is_cut=is_cut)
 
     async def stage(self, path: Path) -> None:
         """Nothing: SGLang reads a version while it is paused."""
@@ -184,15 +187,18 @@ def _parameters(sampling: Sampling) -> dict[str, Any]:
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
+        "top_k": sampling.top_k or -1,  # SGLang refuses 0
         "max_new_tokens": sampling.max_new_tokens,
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": not sampling.stop_token_ids,  # where true, SGLang ignores these, too
     }
 
 
-def _completion(request_id: str, reply: Mapping[str, Any]) -> Completion:
-    """Return the sampled tokens; raises GenerationError if their logprobs or versions are missing."""
+def _completion(request_id: str, reply: Mapping[str, Any], *, is_cut: bool) -> Completion:
+    """Return the sampled tokens; raises GenerationError if their logprobs or versions are missing.
+
+    is_cut: take the logprobs of the tokens that `top_k` and `top_p` keep; the others are of all tokens.
+    """
     meta = reply["meta_info"]
     pairs = meta.get("output_token_logprobs") or ()
     if not pairs:  # aborted before its first token
@@ -202,7 +208,12 @@ def _completion(request_id: str, reply: Mapping[str, Any]) -> Completion:
             "this SGLang does not record which weights sampled a token (meta_info.weight_versions): install a newer one, or "
             "take vllm"
         )
-    logprobs, tokens = tuple(float(pair[0]) for pair in pairs), tuple(int(pair[1]) for pair in pairs)
+    tokens = tuple(int(pair[1]) for pair in pairs)
+    logprobs = tuple(map(float, meta.get(CUT_LOGPROBS, ()) if is_cut else (pair[0] for pair in pairs)))
+    if len(logprobs) != len(tokens):
+        raise GenerationError(
+            f"SGLang does not record logprobs under top_k (meta_info.{CUT_LOGPROBS}): leave top_k out"
+        )
     spans = tuple(VersionSpan(span["start"], span["end"], int(span["version"])) for span in meta["weight_versions"])
     if not spans or spans[-1].end != len(tokens):
         raise GenerationError(f"SGLang names versions of other tokens than the {len(tokens)} sampled: {list(spans)}")

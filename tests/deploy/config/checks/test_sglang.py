@@ -25,14 +25,21 @@ def problems(*overrides: str) -> dict[str, str]:
         (f"+{PYTHON}=/none/python", PYTHON, "there is no program '/none/python'"),
         (f"+{PYTHON}={sys.executable}", PYTHON, "has no module 'sglang'"),
         ("weights.transport=nccl", "weights.transport", "nccl is of vLLM's engines"),
+        (f"+{ENGINE}.pipeline_parallel_size=2", f"{ENGINE}.pipeline_parallel_size", "does not pause a pipeline"),
         (f"+{ENGINE}.max_lora_rank=8", f"{ENGINE}.max_lora_rank", "is given merged weights"),
         ("actor_infer.keep_sessions=true", "actor_infer.keep_sessions", "sessions stay in vLLM alone"),
+        ("actor_infer.generating_args.top_p=0.9", "actor_infer.generating_args.top_p", "only where top_k is set"),
         ("+tiny.vision={}", STRATEGY, "is given text: take vllm"),
     ],
 )
 def test_what_it_does_not_support_is_refused(override: str, path: str, says: str) -> None:
     adapters = ["+actor_train.model_args.lora_target=all-linear"] if "lora" in override else []
     assert says in problems(override, *adapters)[path]
+
+
+def test_a_cut_by_top_k_is_supported() -> None:
+    found = problems("actor_infer.generating_args.top_p=0.9", "actor_infer.generating_args.top_k=50", "~pg_clip")
+    assert not [path for path in found if "generating_args" in path], found
 
 
 def test_other_keys_are_the_servers() -> None:

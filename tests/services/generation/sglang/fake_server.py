@@ -46,6 +46,7 @@ class Generate(Body):
     input_ids: list[int]
     sampling_params: SamplingParams
     return_logprob: bool
+    return_sampling_mask: bool = False
     extra_key: str | None = None
 
 
@@ -76,6 +77,10 @@ class Request:
     is_aborted: bool = False
 
 
+def bad_request(message: str) -> JSONResponse:
+    return JSONResponse({"error": {"message": message}}, 400)
+
+
 class FakeSglang:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
@@ -91,10 +96,15 @@ class FakeSglang:
         return JSONResponse({"success": False, "message": message}, 400)
 
     async def generate(self, body: Generate) -> Any:
+        top_k = body.sampling_params.top_k
+        if top_k == 0:
+            return bad_request(f"top_k must be -1 (disable) or at least 1, got {top_k}.")
+        if body.return_sampling_mask and top_k < 1:
+            return bad_request(f"return_sampling_mask requires a finite top_k; got {top_k}")
         limit = self.arguments.context_length
         prompt, most = len(body.input_ids), body.sampling_params.max_new_tokens
         if prompt >= limit - 6 or prompt + most >= limit:
-            return JSONResponse({"error": {"message": f"longer than the context of {limit} tokens"}}, 400)
+            return bad_request(f"longer than the context of {limit} tokens")
         body.sampling_params.max_new_tokens = min(most, limit - 2 - prompt)
         request = self.running[body.rid] = Request()
         try:
@@ -108,6 +118,8 @@ class FakeSglang:
                 [logprob, token, None] for logprob, token in zip(request.logprobs, request.tokens, strict=True)
             ],
         }
+        if body.return_sampling_mask:
+            meta["output_token_sampling_logprobs"] = [0.0] * len(request.tokens)
         if not self.arguments.without_versions:
             meta["weight_versions"] = request.spans
         return {"output_ids": request.tokens, "meta_info": meta}
@@ -162,7 +174,7 @@ class FakeSglang:
     async def release(self, body: Nothing) -> Any:
         del body
         if self.running or not self.arguments.enable_memory_saver:
-            return JSONResponse({"error": {"message": "memory is released by an idle engine with a memory saver"}}, 400)
+            return bad_request("memory is released by an idle engine with a memory saver")
         self.has_memory = False
         return JSONResponse(None)
 

@@ -121,6 +121,20 @@ async def test_what_is_asked_is_what_the_request_says(start: Start) -> None:
     }  # fmt: skip
 
 
+async def test_logprobs_under_top_k_are_those_of_the_tokens_kept(start: Start) -> None:
+    started = await start()
+    for top_k, logprob in ((-1, -1.0), (5, 0.0)):
+        sampling = Sampling(top_p=0.9, top_k=top_k, max_new_tokens=2)
+        answer = await started.engine.generate(GenerateRequest(f"top {top_k}", (5, 6), sampling), 0)
+        assert answer.logprobs == (logprob,) * 2
+
+
+async def test_top_k_of_0_keeps_every_token(start: Start) -> None:
+    started = await start()
+    answer = await started.engine.generate(GenerateRequest("x", (5, 6), Sampling(top_k=0, max_new_tokens=2)), 0)
+    assert (answer.error, len(answer.token_ids)) == ("", 2)
+
+
 @pytest.mark.parametrize(("on_update", "mode", "flush"), [("keep", "in_place", False), ("recompute", "retract", True)])
 async def test_running_requests_continue_under_new_weights(
     start: Start, tmp_path: Path, on_update: str, mode: str, flush: bool
@@ -308,8 +322,16 @@ def test_keys_become_the_servers_arguments(tmp_path: Path) -> None:
     ):
         assert expected in words
     assert "disable-cuda-graph" not in words
-    eager = server_arguments(config_of(engine={"enforce_eager": True}), tmp_path, 64, 5)
-    assert "--disable-cuda-graph" in eager
+
+
+@pytest.mark.parametrize(("engine", "is_eager"), [({}, False), ({"enforce_eager": True}, True)])
+def test_cuda_graphs_are_used_unless_the_configuration_forbids_them(
+    engine: dict[str, Any], is_eager: bool, tmp_path: Path
+) -> None:
+    """Also by a run, whose components read its configuration from its record."""
+    record = config_of(engine=engine).model_dump_json()
+    arguments = server_arguments(GenerationConfig.model_validate_json(record), tmp_path, 64, 5)
+    assert ("--disable-cuda-graph" in arguments) is is_eager
 
 
 def test_on_a_cpu_the_cache_is_a_number_of_tokens(tmp_path: Path) -> None:
