@@ -45,6 +45,7 @@ def read_chat(body: Body) -> ModelRequest:
         max_tokens=number(body, "max_completion_tokens", "max_tokens"),
         num_answers=_number_or(1, body, "n"),
         stop=stop_words(body.get("stop"), "stop"),
+        wants_logprobs=bool(body.get("logprobs")),
         ignored=find_ignored_parameters(body, (*forced, *shaped)),
     )
 
@@ -73,6 +74,7 @@ def read_completion(body: Body) -> ModelRequest:
         max_tokens=_number_or(16, body, "max_tokens"),
         num_answers=_number_or(1, body, "n"),
         stop=stop_words(body.get("stop"), "stop"),
+        wants_logprobs=body.get("logprobs") is not None,
         ignored=find_ignored_parameters(body, ("logprobs",) if body.get("logprobs") else ()),
     )
 

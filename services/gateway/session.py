@@ -63,6 +63,7 @@ class ModelRequest:
     max_tokens: int | None = None
     num_answers: int = 1
     stop: tuple[str, ...] = ()
+    wants_logprobs: bool = False
     ignored: tuple[str, ...] = ()
     """For counting."""
 
@@ -74,6 +75,7 @@ class ModelReply:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     token_texts: tuple[str, ...]
+    """Empty unless the request wants logprobs: each is decoded by itself."""
     finish_reason: str
     """`stop`, `length` or `tool_calls`."""
     stop_word: str
@@ -223,7 +225,7 @@ class EpisodeSession:
         cut = completion.finish_reason is FinishReason.LENGTH
         reason = "tool_calls" if message.tool_calls else "length" if cut else "stop"
         ids = completion.token_ids[:num_kept]
-        texts = tuple(self.template.token_text(token) for token in ids)
+        texts = tuple(self.template.token_text(token) for token in ids) if request.wants_logprobs else ()
         return ModelReply(
             node,
             message,
