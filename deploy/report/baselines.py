@@ -27,12 +27,15 @@ def run_baselines(config: RunConfig) -> dict[str, float]:
         seeds.setdefault(task.tag, []).append(task.seed)
     sums = {"random": 0.0, "scripted": 0.0, "optimal": 0.0}
     for tag, of_tag in seeds.items():
-        for name, value in _of_tag(config.custom_envs[tag], of_tag)._asdict().items():
+        scores = _of_tag(config.custom_envs[tag], of_tag)
+        if scores is None:
+            return {}
+        for name, value in scores._asdict().items():
             sums[name] += value * len(of_tag)
     return {name: total / config.final_val_batch_size for name, total in sums.items()}
 
 
-def _of_tag(env: CustomEnv, seeds: list[int]) -> lake.LakeBaselines | boxes.RoomBaselines:
+def _of_tag(env: CustomEnv, seeds: list[int]) -> lake.LakeBaselines | boxes.RoomBaselines | None:
     settings = json.dumps(registry.held_out_config(env.env_type, env.env_config))
     if env.env_type == "sokoban":
         return boxes.baselines(seeds, sokoban.SokobanConfig.model_validate_json(settings), max_steps=env.max_steps)

@@ -77,7 +77,7 @@ def read_metrics(path: Path) -> Iterator[tuple[str, MetricRecord]]:
 
 def _partial(value: float | None, part: Any) -> Partial:
     value = math.nan if value is None else value
-    return Partial(part, value) if isinstance(part, str) else Partial("mean", value * part, part)
+    return Partial("mean", value * part, part) if isinstance(part, int | float) else Partial(part, value)
 
 
 @dataclass(frozen=True, slots=True)
