@@ -2,7 +2,9 @@
 
 import os
 import shutil
+import site
 import sys
+import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -31,17 +33,26 @@ def command_environment() -> dict[str, str]:
 
 def bypass_proxy() -> dict[str, str]:
     """Return the variables that keep calls to the gateway from the proxy that `http_proxy` names."""
-    names = ("no_proxy", "NO_PROXY")
-    hosts = os.environ.get(names[0]) or os.environ.get(names[1])
+    lower, upper = os.environ.get("no_proxy"), os.environ.get("NO_PROXY")
+    return {"no_proxy": _with_gateway(lower or upper), "NO_PROXY": _with_gateway(upper or lower)}
+
+
+def _with_gateway(hosts: str | None) -> str:
     if hosts and "*" in hosts.split(","):
-        return {}
-    return dict.fromkeys(names, f"{hosts},{GATEWAY_HOST}" if hosts else GATEWAY_HOST)
+        return hosts
+    return f"{hosts},{GATEWAY_HOST}" if hosts else GATEWAY_HOST
 
 
 def _without_installed(paths: Iterable[str]) -> str:
-    installed = tuple(os.path.realpath(prefix) for prefix in {sys.prefix, sys.base_prefix})
-    own = (path for path in paths if not os.path.realpath(path).startswith(installed) and not _holds_offbeat(path))
-    return os.pathsep.join(dict.fromkeys(own))
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    folders = [*map(sysconfig.get_path, names), *site.getsitepackages()]
+    installed = [os.path.realpath(folder) for folder in folders]
+
+    def is_own(path: str) -> bool:
+        real = Path(os.path.realpath(path))
+        return not any(real.is_relative_to(folder) for folder in installed) and not _holds_offbeat(path)
+
+    return os.pathsep.join(dict.fromkeys(filter(is_own, paths)))
 
 
 def _holds_offbeat(path: str) -> bool:

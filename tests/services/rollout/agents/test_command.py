@@ -4,13 +4,14 @@ import asyncio
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from offbeat.services.rollout.agents.environment import agent_environment
+from offbeat.services.rollout.agents.environment import agent_environment, bypass_proxy, command_environment
 from offbeat.services.rollout.agents.pool import AgentPool
 from offbeat.services.rollout.agents.task import AgentTask
 from offbeat.services.rollout.config import AgentRunner
@@ -45,6 +46,20 @@ async def test_a_commands_python_imports_no_package_of_ours(
     monkeypatch.syspath_prepend(str(tmp_path))
     assert await answer_of(other_python, "-c", FINDS) == "own_module"
     assert await answer_of(sys.executable, "-c", FINDS) == "own_module,msgpack,offbeat"
+
+
+def test_folders_beside_installed_packages_stay_on_a_commands_path(monkeypatch: pytest.MonkeyPatch):
+    """Such as `/usr/src/app` with `/usr/bin/python`, or `/opt/venv-agents` beside `/opt/venv`."""
+    own = [f"{sys.prefix}/src/app", f"{sys.base_prefix}/src/app", f"{sys.prefix}-agents/src"]
+    installed = [sysconfig.get_path("stdlib"), f"{sysconfig.get_path('purelib')}/package"]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*installed, *own]))
+    assert command_environment()["PYTHONPATH"].split(os.pathsep) == own
+
+
+def test_each_variable_of_hosts_without_a_proxy_keeps_its_own(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("no_proxy", "localhost")
+    monkeypatch.setenv("NO_PROXY", "localhost,.corp")
+    assert bypass_proxy() == {"no_proxy": "localhost,127.0.0.1", "NO_PROXY": "localhost,.corp,127.0.0.1"}
 
 
 @pytest.mark.parametrize(
