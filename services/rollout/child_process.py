@@ -136,8 +136,11 @@ async def end_child(child: asyncio.subprocess.Process, output: "asyncio.Task[Non
     if output is not None:
         await asyncio.wait({output}, timeout=LAST_OUTPUT_S)
         output.cancel()
-    for number in range(3):
-        if pipe := child._transport.get_pipe_transport(number):  # pyright: ignore
+    transport = child._transport  # pyright: ignore
+    if (stdin := transport.get_pipe_transport(0)) and not stdin.is_closing():
+        stdin.abort()  # `close` waits until all is written
+    for number in (1, 2):
+        if pipe := transport.get_pipe_transport(number):
             pipe.close()
     return await child.wait()
 
