@@ -8,14 +8,13 @@ from offbeat.services.messages.types import Group
 from offbeat.trainer.config.scored_roles import REFERENCE, ScoredRole, scored_roles
 from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.training.score_files import COMMAND, ScoreFiles, token_digest
-from offbeat.trainer.training.score_keys import score_keys
+from offbeat.trainer.training.score_keys import earlier_file_key, score_keys
 
 
 class FileScores:
-    def __init__(self, dataset: Path, roles: Mapping[ScoredRole, str]) -> None:
-        """roles: role -> key of its scores."""
-        self._roles = roles
-        self._files = {key: ScoreFiles(dataset, key) for key in roles.values()}
+    def __init__(self, roles: Mapping[ScoredRole, str], files: Mapping[str, ScoreFiles]) -> None:
+        """roles: role -> key of its scores. files: by key."""
+        self._roles, self._files = roles, files
 
     def attach(self, group: Group) -> Group:
         keys = [key for role, key in self._roles.items() if role.scores(group.tag) and key not in group.scores]
@@ -26,7 +25,7 @@ class FileScores:
 
 
 def open_file_scores(run: LearnerRun, dataset: Path | None) -> FileScores | None:
-    """Open the scores; None if no role has files.
+    """Open the scores, or those of an earlier build; None if no role has files.
 
     Raises:
         ControlError: rows have none.
@@ -35,14 +34,19 @@ def open_file_scores(run: LearnerRun, dataset: Path | None) -> FileScores | None
     if not roles or dataset is None:
         return None
     keys, num_rows = score_keys(run), len(open_rows(dataset))
+    opened: dict[str, ScoreFiles] = {}
     for role in roles:
+        opened[keys[role.name]] = files = ScoreFiles(dataset, keys[role.name])
         if role.name == REFERENCE:
             continue  # written before the first step
-        files = ScoreFiles(dataset, keys[role.name])
         if missing := files.missing_files(num_rows):
+            earlier = ScoreFiles(dataset, earlier_file_key(run, role))
+            if not earlier.missing_files(num_rows):
+                opened[keys[role.name]] = earlier
+                continue
             count = sum(map(len, missing))
             raise ControlError(
                 f"{files.folder} has no scores of {count} of {num_rows} rows by this model and these settings: run "
                 f"`{COMMAND} CONFIG` first"
             )
-    return FileScores(dataset, {role: keys[role.name] for role in roles})
+    return FileScores({role: keys[role.name] for role in roles}, opened)

@@ -26,6 +26,15 @@ def score_keys(run: LearnerRun) -> Mapping[str, str]:
 
 def file_key(run: LearnerRun, role: ScoredRole) -> str:
     """Return the key of scores in files."""
+    return f"{role.name}@{_hash([*_file_inputs(run, role), _scored_rows(run, role)])}"
+
+
+def earlier_file_key(run: LearnerRun, role: ScoredRole) -> str:
+    """Return the key under which earlier builds wrote them, whichever rows have scores."""
+    return f"{role.name}@{_hash(_file_inputs(run, role))}"
+
+
+def _file_inputs(run: LearnerRun, role: ScoredRole) -> list[object]:
     own = role.config.model_args
     folder = own.own_folder or (None if run.config.pretrain == "tiny" else run.config.pretrain)
     weights = (
@@ -34,8 +43,7 @@ def file_key(run: LearnerRun, role: ScoredRole) -> str:
         else [run.config.tiny.model_dump(mode="json"), own.choose_seed(run.config.seed)]
     )
     args = run.config.actor_train.model_args.of_role(role.config.model_args)
-    inputs = [weights, args.dtype, run.config.temperature, _distilled(run), _scored_rows(run, role)]
-    return f"{role.name}@{_hash(inputs)}"
+    return [weights, args.dtype, run.config.temperature, _distilled(run)]
 
 
 def _weight_files(folder: Path) -> list[object]:

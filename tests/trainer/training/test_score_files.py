@@ -8,10 +8,11 @@ import pytest
 
 from offbeat.services.errors import ControlError
 from offbeat.trainer.config.run import LearnerRunConfig
-from offbeat.trainer.config.scored_roles import scored_roles
+from offbeat.trainer.config.scored_roles import ScoredRole, scored_roles
+from offbeat.trainer.learner.file_scores import open_file_scores
 from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.training.score_files import ROWS_PER_FILE, ScoreFiles, token_digest
-from offbeat.trainer.training.score_keys import score_keys
+from offbeat.trainer.training.score_keys import earlier_file_key, file_key, score_keys
 from tests.trainer.trajectories import group, trajectory
 
 GROUP = group(0, trajectory(0, [(2, 2, 0.0)]))
@@ -58,14 +59,33 @@ def test_scores_of_other_tokens_are_refused(tmp_path: Path):
             files.read(0, token_digest(replace(GROUP, trajectories=(trajectory(0, other),))))
 
 
-def key(folder: Path, tmp_path: Path, tags: tuple[str, ...] = (), **changes: Any) -> str:
+def run_of(folder: Path, tmp_path: Path, tags: tuple[str, ...] = (), **changes: Any) -> tuple[LearnerRun, ScoredRole]:
     model = {"model_args": {"model_name_or_path": str(folder)}, "strategy_args": {"placement": "files"}}
     teacher = {**model, "tag_included": tags}
     tree = {"pipeline": "distill", "teacher": {"a": teacher}, "pretrain": str(folder), **changes}
     run = LearnerRun("run", "", tmp_path, LearnerRunConfig.model_validate(tree))
     (role,) = scored_roles(run.config, run.config.reference, "files")
     assert not scored_roles(run.config, run.config.reference)
+    return run, role
+
+
+def key(folder: Path, tmp_path: Path, **changes: Any) -> str:
+    run, role = run_of(folder, tmp_path, **changes)
     return score_keys(run)[role.name]
+
+
+def test_scores_of_an_earlier_build_are_read_until_they_are_prepared_again(folder: Path, tmp_path: Path):
+    """A run of that build resumes without its teacher."""
+    dataset = tmp_path / "rows.jsonl"
+    dataset.write_text("{}\n")
+    run, role = run_of(folder, tmp_path, data={"dataset_name": dataset})
+    with pytest.raises(ControlError, match="no scores of 1 of 1 rows"):
+        open_file_scores(run, dataset)
+    for of_key, scores in ((earlier_file_key(run, role), b"earlier"), (file_key(run, role), b"again")):
+        ScoreFiles(dataset, of_key).write(range(1), {0: (token_digest(GROUP), scores)})
+        files = open_file_scores(run, dataset)
+        assert files is not None
+        assert files.attach(GROUP).scores == {file_key(run, role): scores}
 
 
 def test_a_key_changes_with_the_rows_that_have_scores(folder: Path, tmp_path: Path):
