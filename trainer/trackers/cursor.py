@@ -28,7 +28,7 @@ class DeliveryCursor:
     step: int = 0
     """The learner's newest."""
     evaluations: list[str] = field(default_factory=list[str])
-    """Sent ones, as `when-sampling-step`."""
+    """Sent ones, as `when-sampling-step`; `sampling-step` is `during`, and all that earlier builds wrote."""
     repeated: int = 0
     """Rows skipped as sent before."""
     refused: int = 0
@@ -64,7 +64,8 @@ class DeliveryCursor:
 
 def _evaluation_id(record: Mapping[str, Any]) -> str:
     labels = record["labels"]
-    return f"{labels.get('when', 'during')}-{labels.get('sampling', 'sampled')}-{record['step']}"
+    when, name = labels.get("when", "during"), f"{labels.get('sampling', 'sampled')}-{record['step']}"
+    return name if when == "during" else f"{when}-{name}"
 
 
 def progress_file(output_dir: Path, name: str) -> Path:

@@ -107,6 +107,14 @@ def test_the_final_evaluation_at_a_step_that_was_evaluated_before_is_sent(tmp_pa
     assert tracker.numbers == [1, 2, 3]
 
 
+def test_an_evaluation_that_an_earlier_build_sent_is_not_sent_again(tmp_path: Path):
+    append(tmp_path, evaluation(20), evaluation(40))
+    (tmp_path / "progress.json").write_text('{"key": "k", "evaluations": ["sampled-20"]}')
+    tracker = RecordingTracker()
+    assert deliver(tmp_path, tracker).repeated == 1
+    assert tracker.numbers == [2]
+
+
 def test_evaluation_that_ends_after_a_later_one_is_sent(tmp_path: Path):
     append(tmp_path, step(20), evaluation(20), evaluation(10))
     tracker = RecordingTracker()
