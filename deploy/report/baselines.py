@@ -9,7 +9,8 @@ from offbeat.envs.sokoban import baselines as boxes
 from offbeat.services.rollout.config import CustomEnv
 from offbeat.services.rollout.tasks import EvalTasks
 
-ENV_TYPES = {"frozen_lake", "sokoban"}
+SOKOBAN = {"sokoban", registry.BUILT_IN["sokoban"]}
+ENV_TYPES = {*SOKOBAN, "frozen_lake", registry.BUILT_IN["frozen_lake"]}
 
 
 def run_baselines(config: RunConfig) -> dict[str, float]:
@@ -37,6 +38,6 @@ def run_baselines(config: RunConfig) -> dict[str, float]:
 
 def _of_tag(env: CustomEnv, seeds: list[int]) -> lake.LakeBaselines | boxes.RoomBaselines | None:
     settings = json.dumps(registry.held_out_config(env.env_type, env.env_config))
-    if env.env_type == "sokoban":
+    if env.env_type in SOKOBAN:
         return boxes.baselines(seeds, sokoban.SokobanConfig.model_validate_json(settings), max_steps=env.max_steps)
     return lake.baselines(seeds, frozen_lake.FrozenLakeConfig.model_validate_json(settings), max_steps=env.max_steps)

@@ -4,6 +4,7 @@ import pytest
 
 from offbeat.deploy.config.loader import load_run
 from offbeat.deploy.report.baselines import run_baselines
+from offbeat.envs.registry import BUILT_IN
 from offbeat.services.rollout.config import CustomEnv
 from tests.fakes_rollout import HERE
 from tests.paths import CONFIGS
@@ -17,6 +18,17 @@ def test_the_configuration_of_an_env_is_valid(name: str):
 def test_sokoban_is_compared_with_a_random_a_scripted_and_the_best_player():
     found = run_baselines(load_run(CONFIGS / "sokoban.yaml", ["final_val_batch_size=6"]))
     assert 0 < found["random"] < found["scripted"] <= found["optimal"] == 1
+
+
+@pytest.mark.parametrize("name", ["frozen_lake", "sokoban"])
+def test_a_built_in_env_by_its_class_path_has_the_same_baselines(name: str):
+    config = load_run(CONFIGS / "sokoban.yaml", ["final_val_batch_size=2"])
+    (tag,) = config.val_env_manager.tags_of(config.custom_envs)
+    found = [
+        run_baselines(config.model_copy(update={"custom_envs": {tag: CustomEnv(env_type=env_type, max_steps=5)}}))
+        for env_type in (name, BUILT_IN[name])
+    ]
+    assert found[0] == found[1] != {}
 
 
 def test_an_env_without_baselines_has_none_and_is_not_made():
