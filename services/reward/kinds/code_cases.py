@@ -69,9 +69,11 @@ def _kind(sample: RewardSample, config: CodeSandboxConfig, value: Any) -> str:
         if kind not in KINDS:
             raise ValueError(f"the case_type {named!r} is none of {', '.join(KINDS)}")
         return kind
-    first = value[0] if isinstance(value, Sequence) and not isinstance(value, str) and value else value
+    if isinstance(value, str):
+        return "pytest" if "def test_" in value else "assert"
+    first = value[0] if isinstance(value, Sequence) and value else value
     if isinstance(first, str):
-        return "pytest" if "def test_" in first else "assert"
+        return "pytest" if any(map(_has_uncalled_test, value)) else "assert"
     if not isinstance(first, Mapping):
         return "assert"
     return "function" if _function_name(first, sample) else "stdio"
@@ -134,6 +136,14 @@ def _python(code: Any) -> str:
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"a test is no Python: {error}") from error
     return code
+
+
+def _has_uncalled_test(code: Any) -> bool:
+    nodes = list(ast.walk(ast.parse(_python(code))))
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    used |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    tests = {node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+    return not tests <= used
 
 
 def _pytest_file(source: Any) -> PytestFile:

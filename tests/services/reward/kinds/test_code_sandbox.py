@@ -92,6 +92,12 @@ def test_a_list_of_pytest_files():
     assert rate(WRONG_FOR_NEGATIVE, tests) == rate(WRONG_FOR_NEGATIVE, json.dumps(tests)) == 0.5
 
 
+def test_a_list_whose_test_functions_are_called_is_code():
+    tests = ["def test_a():\n    assert add(-1, 2) == 1\ntest_a()", "assert add(0, 0) == 0"]
+    assert rate(ADD, tests) == 1.0
+    assert rate(WRONG_FOR_NEGATIVE, tests) == rate(WRONG_FOR_NEGATIVE, tests[::-1]) == 0.5
+
+
 HOSTILE = {
     "exits": "import os\nos._exit(0)",
     "raises SystemExit": "raise SystemExit(0)",
@@ -152,6 +158,7 @@ def test_tests_that_did_not_start_in_time_count_as_failed():
         (["METADATA = {'dataset': 'test'}\ndef check(candidate):\n    assert candidate(1, 2) == 3"], {}),
         (["import math", "assert add(1, 2) == 3"], {}),
         (["assert add(1, 2) == 3", "def test_b():\n    assert add(1, 2) == 3"], {}),
+        (["def test_a():\n    assert add(1, 2) == 3\ntest_a()", "def check():\n    assert add(1, 2) == 3"], {}),
         (["assert True"], {"case_type": "magic"}),
         (7, {}),
     ],
