@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 from jinja2 import TemplateError
 
-from offbeat.services.chat.messages import CallStyle
+from offbeat.services.chat.messages import CallStyle, normalize_arguments
 from offbeat.services.chat.template import NAME, USER, load_chat_template
 from offbeat.services.chat.tokenizer import load_tokenizer
 from offbeat.services.chat.vision import ImageProcessor
@@ -203,14 +203,13 @@ def _call_in_style(value: Any, style: CallStyle) -> Any:
     if "function" in call:
         return {**call, "function": _call_in_style(call["function"], style)}
     arguments = call.get("arguments")
-    if isinstance(arguments, Mapping) and style.text_arguments:
-        return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
-    if not isinstance(arguments, str) or style.text_arguments:
+    if not isinstance(arguments, str | Mapping) or not (isinstance(arguments, str) or style.text_arguments):
         return call
     try:
-        return {**call, "arguments": json.loads(arguments or "{}")}
-    except (ValueError, RecursionError) as error:
-        raise ConversationError(f"the arguments of a tool call are no JSON: {error}") from error
+        text = normalize_arguments(cast("str | Mapping[str, Any]", arguments or "{}"))
+    except (TypeError, ValueError) as error:
+        raise ConversationError(f"the arguments of a tool call are no JSON object: {error}") from error
+    return {**call, "arguments": text if style.text_arguments else json.loads(text)}
 
 
 def content_parts(message: dict[str, Any]) -> list[dict[str, Any]]:

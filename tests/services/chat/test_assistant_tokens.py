@@ -1,5 +1,6 @@
 """Which tokens of a conversation are the assistant's, by the templates of well-known models."""
 
+import datetime
 import re
 from pathlib import Path
 from typing import Any
@@ -160,7 +161,7 @@ def test_the_tokens_before_an_answer_are_the_prompt_of_a_rollout(family: str, tm
     assert tuple(ids[turns[0][0] : turns[0][1]]) == (*chat.encode("Down  of P."), chat.end_id)
 
 
-@pytest.mark.parametrize("arguments", [{"at": "G"}, '{"at":"G"}'], ids=["object", "text"])
+@pytest.mark.parametrize("arguments", [{"at": "G"}, '{"at":"G"}', '{ "at": "G" }'], ids=["object", "text", "spaces"])
 @pytest.mark.parametrize("printed", ["tool_call.arguments | tojson", "tool_call.arguments"])
 def test_calls_of_tools_are_learned_and_their_results_not(arguments: Any, printed: str, tmp_path: Path):
     """By templates that take the arguments as an object and as JSON, whichever the row has."""
@@ -173,9 +174,17 @@ def test_calls_of_tools_are_learned_and_their_results_not(arguments: Any, printe
         {"role": "assistant", "content": "Down ."},
     ]
     learned = texts(load(tmp_path, QWEN.replace("tool_call.arguments | tojson", printed)), messages, [tool])
-    given = arguments if isinstance(arguments, str) and "tojson" not in printed else '{"at": "G"}'
+    given = '{"at": "G"}' if "tojson" in printed else '{"at":"G"}'  # as a rollout's
     call_text = f'\n<tool_call>\n{{"name": "look", "arguments": {given}}}\n</tool_call><|im_end|>'
     assert learned == [call_text.removeprefix("\n"), "Down .<|im_end|>"]
+
+
+@pytest.mark.parametrize("arguments", [{"at": datetime.date(2026, 1, 1)}, {"at": float("nan")}, "[1]"])
+def test_arguments_that_are_no_json_object_are_refused_for_a_template_of_text(arguments: Any, tmp_path: Path):
+    call = {"function": {"name": "look", "arguments": arguments}}
+    tokens = load(tmp_path, QWEN.replace("tool_call.arguments | tojson", "tool_call.arguments"))
+    with pytest.raises(ConversationError, match="arguments of a tool call are no JSON object"):
+        tokens.tokenize([DIALOGUE[0], {**DIALOGUE[1], "tool_calls": [call]}])
 
 
 def test_a_conversation_ends_at_its_last_answer(tmp_path: Path):
