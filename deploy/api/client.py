@@ -12,7 +12,7 @@ import pandas as pd
 
 from offbeat.deploy.config.loader import compose_document
 from offbeat.deploy.config.run import RunConfig
-from offbeat.deploy.token_file import find_token
+from offbeat.deploy.token_file import find_token, is_remote
 from offbeat.services.control.client import ControlClient
 from offbeat.services.control.console.schemas import (
     Axis,
@@ -79,11 +79,11 @@ class Client:
         Raises:
             ConfigError: the file is unreadable.
         """
-        return self._call(self._client.create(_to_document(config, overrides)))
+        return self._call(self._client.create(self._to_document(config, overrides)))
 
     def validate(self, config: RunConfig | str | Path, overrides: Sequence[str] = ()) -> None:
         """Check whether a run could start; see `create`."""
-        self._call(self._client.validate(_to_document(config, overrides)))
+        self._call(self._client.validate(self._to_document(config, overrides)))
 
     def list(self, *, states: Sequence[str] = (), name: str = "*") -> "list[str]":
         """Return ids, newest first. states: `running`, `finished`, ...; name: a glob."""
@@ -193,13 +193,12 @@ class Client:
                 return
             yield message.event, json.loads(message.data)
 
+    def _to_document(self, config: RunConfig | str | Path, overrides: Sequence[str]) -> str:
+        if not isinstance(config, RunConfig):
+            return compose_document(Path(config), overrides, is_remote=is_remote(self.url))
+        if overrides:
+            raise ValueError("overrides are applied by load_config: create(load_config(path, overrides))")
+        return config.model_dump_json()
+
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-
-
-def _to_document(config: RunConfig | str | Path, overrides: Sequence[str]) -> str:
-    if not isinstance(config, RunConfig):
-        return compose_document(Path(config), overrides)
-    if overrides:
-        raise ValueError("overrides are applied by load_config: create(load_config(path, overrides))")
-    return config.model_dump_json()

@@ -5,6 +5,7 @@ Invariant: a `ConfigError` lists all issues before the start.
 
 import json
 import math
+import os.path
 import re
 import threading
 import warnings
@@ -86,11 +87,18 @@ def _read_complete(path: Path) -> dict[str, Any] | None:
     return canonical_tree(tree, str(path)) if isinstance(tree, dict) and "defaults" not in tree else None
 
 
-def compose_saved(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Compose as `compose_tree`; the `output_dir` of a run's own configuration is its folder, unless overridden."""
+def compose_saved(path: Path, overrides: Sequence[str] = (), *, is_remote: bool = False) -> dict[str, Any]:
+    """Compose as `compose_tree`; the `output_dir` of a run's own configuration is its folder, unless overridden.
+
+    is_remote: for another machine, which may know the folder by the saved name alone: that stays unless it is another
+        folder here.
+    """
     tree = compose_tree(path, overrides)
     given = any(each.lstrip("+").startswith("output_dir=") for each in overrides)
-    return tree if given else _at_home(path, tree)
+    saved = str(tree.get("output_dir"))
+    if given or (is_remote and (not os.path.isdir(saved) or os.path.samefile(saved, path.parent))):
+        return tree
+    return _at_home(path, tree)
 
 
 def _at_home(path: Path, tree: dict[str, Any]) -> dict[str, Any]:
@@ -275,9 +283,12 @@ def _find_infinite(value: object, path: str = "") -> Iterator[ConfigIssue]:
         yield from _find_infinite(child, f"{path}.{key}" if path else str(key))
 
 
-def compose_document(path: Path, overrides: Sequence[str] = ()) -> str:
-    """Return a file as the JSON that `POST /runs` takes; the mesh chooses devices. Raises `ConfigError`."""
-    return json.dumps(resolve_paths(compose_saved(path, overrides), Path.cwd()))
+def compose_document(path: Path, overrides: Sequence[str] = (), *, is_remote: bool = False) -> str:
+    """Return a file as the JSON that `POST /runs` takes; the mesh chooses devices. Raises `ConfigError`.
+
+    is_remote: as in `compose_saved`.
+    """
+    return json.dumps(resolve_paths(compose_saved(path, overrides, is_remote=is_remote), Path.cwd()))
 
 
 def dump_yaml(config: RunConfig) -> str:

@@ -20,7 +20,7 @@ from offbeat.deploy.cli.runs.tables import run_table, runs_table
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import compose_document
 from offbeat.deploy.printable import show_controls
-from offbeat.deploy.token_file import TOKEN_FILE, find_token
+from offbeat.deploy.token_file import TOKEN_FILE, find_token, is_remote
 from offbeat.services.control.client import ControlClient, ControlRefusedError
 from offbeat.services.control.schemas import ErrorBody, RunView
 from offbeat.services.errors import RetryableError
@@ -92,7 +92,7 @@ def start_run(
     url: str, token: str | None, config: Path, overrides: Sequence[str], *, dry_run: bool, as_json: bool
 ) -> int:
     try:
-        document = compose_document(config, overrides)
+        document = compose_document(config, overrides, is_remote=is_remote(url))
     except ConfigError as error:
         print_message(f"{config}: {error}")
         return REFUSED

@@ -314,6 +314,24 @@ def test_the_saved_configuration_of_a_moved_run_names_its_new_folder(tmp_path: P
     assert json.loads(compose_document(moved / "config.yaml"))["output_dir"] == str(moved)
 
 
+def test_another_machine_is_told_the_saved_folder_unless_that_is_another_one_here(tmp_path: Path):
+    saved, here = tmp_path / "saved", tmp_path / "here"
+    here.mkdir()
+    (here / "config.yaml").write_text(dump_yaml(load_run(QUICKSTART, [f"output_dir={saved}"])))
+    mark(here, "quickstart")
+
+    def sent(*overrides: str) -> str:
+        return json.loads(compose_document(here / "config.yaml", overrides, is_remote=True))["output_dir"]
+
+    assert sent() == str(saved), "a shared folder that has another name here"
+    assert sent("output_dir=/mesh/x") == "/mesh/x"
+    saved.symlink_to(here)
+    assert sent() == str(saved)
+    saved.unlink()
+    saved.mkdir()
+    assert sent() == str(here), "a copy"
+
+
 def test_files_are_composed_by_several_threads_at_once():
     names = ("quickstart", "recipes/ppo", "recipes/dapo", "sokoban") * 3
     with ThreadPoolExecutor(4) as pool:
