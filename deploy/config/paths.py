@@ -18,7 +18,7 @@ PROGRAM_KEYS = ("custom_envs.*.agent_runner.python", "actor_infer.strategy_args.
 """Keys of paths, or of names on the PATH."""
 PATH_KEYS = (
     *("output_dir", "logging_dir", "render_save_dir", "checkpoint_config.output_dir", "resume_from_checkpoint"),
-    *("chat_template", "weights.url"),
+    *("chat_template", "weights.url", "redis.server"),
     *DATA_KEYS,
     *MODEL_KEYS,
     *PROGRAM_KEYS,

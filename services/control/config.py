@@ -1,5 +1,6 @@
 """Configuration of the control service."""
 
+import os.path
 import secrets
 from pathlib import Path
 from typing import Literal
@@ -25,7 +26,9 @@ class RightsConfig(Config):
         """Convert to `Rights`. base: of local roots; None: current folder."""
         folder = base or Path.cwd()
         roots = self.output_roots
-        absolute = None if roots is None else tuple(r if "://" in r else str(folder / r) for r in roots)
+        absolute = (
+            None if roots is None else tuple(r if "://" in r else str(folder / os.path.expanduser(r)) for r in roots)
+        )
         return Rights(self.allow_modules, absolute)
 
 
@@ -52,6 +55,7 @@ class TokenConfig(RightsConfig):
 def read_token(path: Path | None) -> str:
     """Read a token; raises OSError, or ValueError if it is empty."""
     assert path is not None, "checked by the model"
+    path = _at_home(path)
     if not (token := path.read_text().strip()):
         raise ValueError(f"{path} is empty")
     return token
@@ -59,8 +63,12 @@ def read_token(path: Path | None) -> str:
 
 def create_token(path: Path) -> str:
     """Read a token, after creating a random one if there is none; raises as `read_token`."""
-    create_secret_file(path, secrets.token_urlsafe(TOKEN_BYTES))
+    create_secret_file(_at_home(path), secrets.token_urlsafe(TOKEN_BYTES))
     return read_token(path)
+
+
+def _at_home(path: Path) -> Path:
+    return Path(os.path.expanduser(path))  # `Path.expanduser` fails for unknown users
 
 
 class ControlConfig(RightsConfig):

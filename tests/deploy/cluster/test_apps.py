@@ -14,6 +14,7 @@ from offbeat.deploy.tinker.serve_app import TinkerSettings
 from offbeat.deploy.token_file import TOKEN_FILE
 from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.control.app import ControlSettings
+from offbeat.services.control.config import ControlConfig, create_token
 from offbeat.services.control.rights import Rights, TokenGrant
 from offbeat.services.redis.serve_app import RedisSettings
 from tests.hub import SHA
@@ -172,6 +173,15 @@ def test_tokens_have_rights_of_their_own(tmp_path: Path):
         TokenGrant("learn", "write", allowed),
         TokenGrant("look", "read"),
     )
+
+
+def test_paths_of_tokens_may_start_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "student").write_text("learn")
+    config = ControlConfig.model_validate({"output_roots": ("~/runs",), "tokens": ({"token_file": Path("~/student")},)})
+    grants = config.to_tokens(Path("/work"))
+    assert (grants.rights.output_roots, grants.others[0].token) == ((str(tmp_path / "runs"),), "learn")
+    assert create_token(Path("~/all")) == (tmp_path / "all").read_text().strip()
 
 
 def test_config_of_a_generation_application_overrides_its_run():

@@ -93,7 +93,7 @@ def test_a_tilde_is_the_home_folder_in_paths_alone(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("HOME", str(tmp_path))
     file = tmp_path / "x.yaml"
     file.write_text(
-        "output_dir: ~/runs/x\npretrain: ~/models/m\nlogging_dir: a/~/b\ncustom_envs:\n"
+        "output_dir: ~/runs/x\nredis: {server: ~/redis-server}\npretrain: ~/models/m\nlogging_dir: a/~/b\ncustom_envs:\n"
         "  A: {env_type: math, env_instruction: ~/x, env_config: {dataset_name: ~/d.jsonl, question_key: ~/q}}\n"
     )
     for config in (read_run(file), read_run(file, ["seed=2"]), read_document(file.read_text(), working_dir=tmp_path)):
@@ -102,4 +102,5 @@ def test_a_tilde_is_the_home_folder_in_paths_alone(tmp_path: Path, monkeypatch: 
         assert config.logging_dir is not None
         assert config.logging_dir.parts[-3:] == ("a", "~", "b")
         assert env.env_instruction == "~/x"
+        assert config.redis.server == tmp_path / "redis-server"
         assert env.env_config == {"dataset_name": str(tmp_path / "d.jsonl"), "question_key": "~/q"}
