@@ -38,9 +38,9 @@ class FailingEpisodes:
         made = [report for report in reports if "episodes" in report and report["at"] >= since]
         if not made:
             return cls()
-        newest = max(report["at"] for report in made)
+        times = [report.get("received", report["at"]) for report in made]  # older workers report `at` alone
         outcomes = [report["episodes"] for report in made]
-        alive = [report["episodes"] for report in made if report["at"] >= newest - MAX_SILENCE_S]
+        alive = [each for each, at in zip(outcomes, times, strict=True) if at >= max(times) - MAX_SILENCE_S]
         sums = {key: sum(each[key] for each in outcomes) for key in ("finished", "failed")}
         sums |= {key: sum(each[key] for each in alive) for key in ("recent", "recent_failed")}
         last = next((each for each in [*alive, *outcomes] if each.get("error")), {})

@@ -122,7 +122,7 @@ class EnvWorkerActor:
                 data=await asyncio.to_thread(open_data, self._settings),
                 prompts=prompts,
                 rewards=build_rewards(self._settings, prompts, self._chat),
-                board=_WaitStatusWriter(redis, run_id, uid),
+                board=WaitStatusWriter(redis, run_id, uid),
                 clock=clock,
             )
             tune_garbage_collector(self._settings.rollout.max_env_num_per_worker)
@@ -152,14 +152,17 @@ class EnvWorkerActor:
                 await asyncio.sleep(POLL_INTERVAL_S)
 
 
-class _WaitStatusWriter:
+class WaitStatusWriter:
     def __init__(self, redis: Redis, run_id: str, uid: str) -> None:
+        self._redis = redis
         self._write = AsyncRunWrites(redis, run_id, uid)
         self._key = RunKeys(run_id).doing
 
     async def show(self, worker_id: str, report: Mapping[str, Any]) -> None:
+        """Write a report with `received`, the time of Redis' clock, since nodes' clocks differ."""
         try:
-            await self._write("HSET", self._key, worker_id, json.dumps(report))
+            now_s, now_us = await self._redis.time()
+            await self._write("HSET", self._key, worker_id, json.dumps({**report, "received": now_s + now_us / 1e6}))
         except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
             raise retryable(error) from error
 

@@ -54,6 +54,9 @@ def test_a_worker_that_is_gone_fails_no_recent_episodes():
     assert FailingEpisodes.of(reports, since=0.0).many_fail
     failing = FailingEpisodes.of([reports[0], {"at": 200.0, "episodes": counts}], since=0.0)
     assert (failing.many_fail, failing.failed, failing.error) == (False, 64, "make_error")
+    behind = {"at": 40.0, "received": 100.0, "episodes": gone}
+    ahead = {"at": 100.5, "received": 100.5, "episodes": counts}
+    assert FailingEpisodes.of([behind, ahead], since=0.0).many_fail, "its node's clock is behind"
 
 
 def test_rewards_that_fail_are_named():

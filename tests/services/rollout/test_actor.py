@@ -1,9 +1,13 @@
 import gc
+import json
 from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
+from redis.asyncio import Redis
 
-from offbeat.services.rollout.actor import LEAST_YOUNG_OBJECTS, tune_garbage_collector
+from offbeat.services.keys import RunKeys
+from offbeat.services.rollout.actor import LEAST_YOUNG_OBJECTS, WaitStatusWriter, tune_garbage_collector
 
 pytestmark = pytest.mark.slow
 
@@ -44,3 +48,12 @@ def test_objects_existing_at_tuning_are_not_traversed_again() -> None:
     tune_garbage_collector(16)
     walked = {id(item) for item in gc.get_objects()}
     assert not any(id(item) in walked for item in here)
+
+
+async def test_reports_of_all_nodes_have_the_time_of_redis(redis_url: str) -> None:
+    async with Redis.from_url(redis_url) as redis:
+        before, _ = await redis.time()
+        await WaitStatusWriter(redis, "clocks", "").show("w0", {"at": before - 60.0})
+        after, _ = await redis.time()
+        report = await cast(Any, redis.hget(RunKeys("clocks").doing, "w0"))
+        assert before <= json.loads(report)["received"] <= after + 1
