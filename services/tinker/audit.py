@@ -55,7 +55,7 @@ def _check_weights(evidence: CommandEvidence) -> Iterator[str]:
         if command.version is None:
             continue
         last = command
-        if before is None:
+        if before is None or before.version is None:
             continue
         is_change = command.kind in CHANGES and not command.is_refused
         expected = before.version + is_change, 0 if is_change else before.num_sequences + command.num_added
