@@ -91,6 +91,15 @@ def arguments_beyond_hf(engine: VllmConfig) -> list[str]:
     return [*changed, *(engine.model_extra or ())]
 
 
+def sampling_mask_limit(engine: VllmConfig) -> int:
+    """Return the `top_k` below which SGLang records logprobs of the tokens kept; 0: it records none of them."""
+    others = engine.model_extra or {}
+    if others.get("speculative_algorithm") or others.get("sampling_backend") == "ascend":
+        return 0
+    limit = others.get("sampling_mask_max_tokens")
+    return limit if isinstance(limit, int) else 4096
+
+
 UNSUPPORTED = {
     "megatron_infer": "vLLM shards engines by tensor_parallel_size and pipeline_parallel_size",
     **dict.fromkeys(

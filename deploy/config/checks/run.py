@@ -29,7 +29,7 @@ from offbeat.deploy.config.checks.prompts import OnStep, check_first_prompts, ig
 from offbeat.deploy.config.checks.resume import check_resume
 from offbeat.deploy.config.checks.rewards import check_rewards, check_rlvr
 from offbeat.deploy.config.checks.sampling import check_own_arguments, check_sampling
-from offbeat.deploy.config.checks.sglang import check_sglang
+from offbeat.deploy.config.checks.sglang import check_sglang, check_sglang_updates_and_cuts
 from offbeat.deploy.config.checks.teachers import check_teachers, check_tokenizers
 from offbeat.deploy.config.checks.unused import check_unused
 from offbeat.deploy.config.device_plan import ClusterNode
@@ -64,8 +64,8 @@ def check_run(
 
     cores, nodes: of the machine or cluster; None: detected. on_step: called before user code. trial: as in
     `check_first_prompts`. started: of a run that a build has accepted, as with `resume_from_checkpoint`: keys without
-    effect, some that end the run at a later step, and V-trace without its weight are logged, because later builds find
-    more of them.
+    effect, some that end the run at a later step, V-trace without its weight, and what sglang records wrongly are logged,
+    because later builds find more of them.
     """
     on_step("group_filter_cls, track_with", "import of classes")
     issues = [
@@ -143,6 +143,7 @@ def _check_architecture(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIs
 def _check_unused(config: RunConfig, *, started: bool) -> Iterator[ConfigIssue]:
     """Yield what earlier builds accepted; log it for a run that one of them started."""
     issues = [*check_unused(config), *check_own_arguments(config), *check_synced_reference(config)]
+    issues += check_sglang_updates_and_cuts(config)
     issues += [] if config.reads_data else check_vtrace_weight(config)
     if not started:
         yield from issues

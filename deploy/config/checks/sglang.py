@@ -10,6 +10,7 @@ from offbeat.deploy.config.checks.sampling import sampling_key
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.vocabulary import MissingWordsError
 from offbeat.deploy.run_setup import load_architecture
+from offbeat.services.generation.config import sampling_mask_limit
 from offbeat.trainer.config.aliases import ENGINE
 from offbeat.trainer.config.issue import ConfigIssue
 
@@ -35,11 +36,6 @@ def check_sglang(config: RunConfig) -> Iterator[ConfigIssue]:
             "weights.transport",
             f"{config.weights.transport} is of vLLM's engines, and sglang reads files: take shm or fs",
         )
-    if infer.engine.pipeline_parallel_size > 1:
-        yield ConfigIssue(
-            f"{ENGINE}.pipeline_parallel_size",
-            "sglang does not pause a pipeline for new weights: take tensor_parallel_size, or vllm",
-        )
     if infer.engine.max_lora_rank is not None:
         yield ConfigIssue(
             f"{ENGINE}.max_lora_rank", "sglang is given merged weights: leave max_lora_rank out, or take vllm"
@@ -48,17 +44,34 @@ def check_sglang(config: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue(
             "actor_infer.keep_sessions", "sessions stay in vLLM alone: leave keep_sessions out, or take vllm"
         )
-    args = infer.generating_args
-    if args.top_p < 1 and args.top_k < 1:
-        yield ConfigIssue(
-            sampling_key(config, "top_p"),
-            "sglang records logprobs under top_p only where top_k is set: set it (up to 4096, or "
-            f"{ENGINE}.sampling_mask_max_tokens), or take vllm",
-        )
     if has_vision(config):
         yield ConfigIssue(
             "actor_infer.strategy_args.strategy_name", "the policy has image input, and sglang is given text: take vllm"
         )
+
+
+def check_sglang_updates_and_cuts(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield what earlier builds accepted, with wrong versions or logprobs."""
+    infer = config.actor_infer
+    if infer.strategy_args.strategy_name != "sglang":
+        return
+    if infer.engine.pipeline_parallel_size > 1:
+        yield ConfigIssue(
+            f"{ENGINE}.pipeline_parallel_size",
+            "sglang does not pause a pipeline for new weights: take tensor_parallel_size, or vllm",
+        )
+    args, limit = infer.generating_args, sampling_mask_limit(infer.engine)
+    if (args.top_p == 1 and args.top_k < 1) or 0 < args.top_k < limit:
+        return
+    key = "top_k" if args.top_k > 0 else "top_p"
+    yield ConfigIssue(
+        sampling_key(config, key),
+        f"sglang records logprobs of the tokens kept only where top_k is set: take a top_k below {limit} "
+        f"({ENGINE}.sampling_mask_max_tokens), such as 50, as each sampled token comes with the ids of those kept, or vllm"
+        if limit
+        else "sglang records logprobs of the tokens kept, but not with speculative_algorithm or sampling_backend: ascend: "
+        f"leave these or {key} out, or take vllm",
+    )
 
 
 def _check_cache(config: RunConfig) -> Iterator[ConfigIssue]:

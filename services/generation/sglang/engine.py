@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from offbeat.services.errors import GenerationError, RetryableError
-from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.generation.config import GenerationConfig, sampling_mask_limit
 from offbeat.services.generation.engine import LoadTimes, SessionCounts
 from offbeat.services.generation.sglang.server import PROGRAM, SglangServer, server_arguments, server_environment
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, Sampling, VersionSpan
@@ -39,6 +39,7 @@ class SglangEngine:
         self._config = config
         self._salt = salt
         self._salted = config.engine.enable_prefix_caching
+        self._mask_limit = sampling_mask_limit(config.engine)
         self._aborting: set[asyncio.Task[None]] = set()
 
     @classmethod
@@ -90,7 +91,8 @@ class SglangEngine:
             "sampling_params": _parameters(request.sampling),
             "return_logprob": True,
         }
-        if is_cut := request.sampling.top_k > 0 and request.sampling.temperature > 0:
+        is_cut = 0 < request.sampling.top_k < self._mask_limit and request.sampling.temperature > 0
+        if is_cut:
             body["return_sampling_mask"] = True
         if self._salted:
             body["extra_key"] = f"{self._salt}v{version}"

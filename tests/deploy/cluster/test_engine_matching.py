@@ -53,6 +53,13 @@ def test_run_specific_settings_do_not_prevent_a_match():
     assert choose(config, {"a": offer(run_config())}) == "a"
 
 
+def test_sglang_run_of_an_earlier_build_takes_the_application_that_it_had():
+    """Its record says `enforce_eager: true`, then the default."""
+    sglang = "actor_infer.strategy_args.strategy_name=sglang"
+    saved = run_config(sglang, "actor_infer.strategy_args.strategy_config.enforce_eager=true")
+    assert choose(saved, {"a": offer(run_config(sglang))}) == "a"
+
+
 @pytest.mark.parametrize(
     "override",
     [

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from offbeat.deploy.config.checks.resume import check_resume
+from offbeat.deploy.config.checks.run import check_run
 from offbeat.deploy.config.errors import ConfigError
-from offbeat.deploy.config.loader import load_run
+from offbeat.deploy.config.loader import compose_tree, load_run, validate_tree
 from offbeat.deploy.config.validation import check_in_process
 from offbeat.trainer.training.checkpoint import LEARNER, MANIFEST
 from tests.paths import QUICKSTART, ROOT
@@ -94,6 +95,30 @@ def test_a_run_that_was_started_with_v_trace_without_its_weight_is_resumed(
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
         f"{issue} (accepted, because the run was started with it)"
     ] * 2
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["actor_infer.generating_args.top_p=0.9", "+actor_infer.strategy_args.strategy_config.pipeline_parallel_size=2"],
+)
+def test_a_run_that_was_started_with_what_sglang_is_refused_is_resumed(override: str, caplog: pytest.LogCaptureFixture):
+    """A new run is refused it. The same for reproduction."""
+    tree = compose_tree(
+        QUICKSTART,
+        [
+            "actor_infer.strategy_args.strategy_name=sglang",
+            "actor_infer.device=cuda",
+            "old_logprobs=recompute",
+            "~pg_clip",
+            override,
+        ],
+    )
+    config = validate_tree(tree)
+    new, started = (
+        {str(issue) for issue in check_run(config, cores=8, trial=False, started=started)} for started in (False, True)
+    )
+    (refused,) = new - started
+    assert f"{refused} (accepted, because the run was started with it)" in caplog.messages
 
 
 def test_a_run_of_version_0_1_with_a_key_without_effect_is_accepted(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -42,6 +42,22 @@ def test_a_cut_by_top_k_is_supported() -> None:
     assert not [path for path in found if "generating_args" in path], found
 
 
+@pytest.mark.parametrize(
+    ("top_k", "key", "says"),
+    [
+        (4096, "", "a top_k below 4096"),
+        (100, "sampling_mask_max_tokens=100", "a top_k below 100"),
+        (50, "speculative_algorithm=EAGLE", "not with speculative_algorithm or sampling_backend: ascend"),
+        (50, "sampling_backend=ascend", "not with speculative_algorithm or sampling_backend: ascend"),
+        (5000, "sampling_mask_max_tokens=8192", ""),
+    ],
+)
+def test_a_cut_whose_logprobs_the_server_does_not_record_is_refused(top_k: int, key: str, says: str) -> None:
+    keys = [f"+{ENGINE}.{key}"] if key else []
+    found = problems(f"actor_infer.generating_args.top_k={top_k}", "old_logprobs=recompute", "~pg_clip", *keys)
+    assert says in found.get("actor_infer.generating_args.top_k", "")
+
+
 def test_other_keys_are_the_servers() -> None:
     """Its arguments are not those of vLLM."""
     found = problems(f"+{ENGINE}.schedule_policy=fcfs")

@@ -20,6 +20,7 @@ STEP_S = 0.002
 NAMES = frozenset({
     "model-path", "load-format", "weight-version", "dtype", "context-length", "max-running-requests", "tp-size", "pp-size",
     "mem-fraction-static", "random-seed", "device", "log-level", "host", "port", "schedule-policy",
+    "sampling-mask-max-tokens", "speculative-algorithm",
 })  # fmt: skip
 FLAGS = frozenset({
     "skip-tokenizer-init", "disable-cuda-graph", "disable-radix-cache", "enable-memory-saver", "enable-weights-cpu-backup",
@@ -101,6 +102,9 @@ class FakeSglang:
             return bad_request(f"top_k must be -1 (disable) or at least 1, got {top_k}.")
         if body.return_sampling_mask and top_k < 1:
             return bad_request(f"return_sampling_mask requires a finite top_k; got {top_k}")
+        longest = int(self.arguments.sampling_mask_max_tokens or 4096)
+        if body.return_sampling_mask and (top_k > longest or self.arguments.speculative_algorithm):
+            return bad_request("return_sampling_mask is not supported")
         limit = self.arguments.context_length
         prompt, most = len(body.input_ids), body.sampling_params.max_new_tokens
         if prompt >= limit - 6 or prompt + most >= limit:

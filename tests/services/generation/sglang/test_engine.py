@@ -129,6 +129,15 @@ async def test_logprobs_under_top_k_are_those_of_the_tokens_kept(start: Start) -
         assert answer.logprobs == (logprob,) * 2
 
 
+@pytest.mark.parametrize("engine", [{"sampling_mask_max_tokens": 4}, {"speculative_algorithm": "EAGLE"}])
+async def test_a_cut_whose_logprobs_are_not_recorded_is_answered(start: Start, engine: dict[str, Any]) -> None:
+    """As of evaluations, and of runs that an earlier build started."""
+    started = await start(engine=engine)
+    sampling = Sampling(top_k=5, max_new_tokens=2)
+    answer = await started.engine.generate(GenerateRequest("x", (5, 6), sampling), 0)
+    assert (answer.error, answer.logprobs) == ("", (-1.0,) * 2)
+
+
 async def test_top_k_of_0_keeps_every_token(start: Start) -> None:
     started = await start()
     answer = await started.engine.generate(GenerateRequest("x", (5, 6), Sampling(top_k=0, max_new_tokens=2)), 0)
