@@ -50,7 +50,7 @@ def restore(file: Path, folder: Path | None = None, redis_url: str | None = None
         target.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         try:
-            _write_folder(backup, staging / "run", target, has_redis=url is None)
+            _write_folder(backup, staging / "run", target, redis_url=url)
         finally:
             shutil.rmtree(staging)
     if url is not None:
@@ -58,11 +58,12 @@ def restore(file: Path, folder: Path | None = None, redis_url: str | None = None
     return Restored(backup.contents, target, len(backup.keys.keys), url)
 
 
-def _write_folder(backup: BackupReader, staged: Path, target: Path, *, has_redis: bool) -> None:
+def _write_folder(backup: BackupReader, staged: Path, target: Path, *, redis_url: str | None) -> None:
     backup.extract(staged)
-    if has_redis:
+    settings = _leave_other_redis(staged, target, redis_url)
+    if redis_url is None:
         own = staged / run_folder.REDIS
-        with EmbeddedRedis(own, _use_own_redis(staged, target)) as server, connect(server.url) as redis:
+        with EmbeddedRedis(own, settings) as server, connect(server.url) as redis:
             restore_keys(redis, backup.keys, str(target))
     sync_tree(staged)
     staged.rename(target)
@@ -85,10 +86,10 @@ def _refuse_folder(target: Path) -> None:
         raise BackupError(problem.replace("output_dir ", ""))
 
 
-def _use_own_redis(folder: Path, target: Path) -> RedisConfig:
-    """Remove the URL of an external Redis, which may be lost or still have the run, from the configuration."""
+def _leave_other_redis(folder: Path, target: Path, redis_url: str | None) -> RedisConfig:
+    """Remove the URL of another Redis, which may be lost or still have the run, from the configuration."""
     config = read_run(folder / run_folder.CONFIG)
-    if config.redis.url is None:
+    if config.redis.url in (None, redis_url):
         return config.redis
     own = config.redis.model_copy(update={"url": None})
     config = config.model_copy(update={"output_dir": target, "redis": own})

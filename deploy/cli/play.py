@@ -211,7 +211,9 @@ def rollout(
         if agent is not None:
             agent, overrides = _split_policy_path(agent, overrides or [])
         loaded = load_config(config, overrides)
-        agents = [tag for tag, env in loaded.custom_envs.items() if env.agent_runner]
+        manager = loaded.val_env_manager if kind is EpisodeKind.EVAL else loaded.train_env_manager
+        tags = manager.tags_of(loaded.custom_envs)
+        agents = [tag for tag, env in loaded.custom_envs.items() if env.agent_runner and tag in tags]
         if out.suffix == ".jsonl" and agents:
             _exit_usage(
                 f"--out {out}: the conversations of {agents[0]}'s agent with the policy are recorded as tokens alone: write "
@@ -265,7 +267,8 @@ def _rollout(config: Any, order: Any, agent: str | None, temperature: float | No
         stepwise = stepwise_tags(config)
         for tag in sorted({t.tag for t in played.trajectories if t.seats or (t.tag in stepwise and len(t.turns) > 1)}):
             typer.echo(f"`messages` of {tag} are turns of several contexts in a row: for training data write a .jsonl")
-        for tag in [tag for tag, env in config.custom_envs.items() if env.agent_runner]:
+        played_tags = {t.tag for t in played.trajectories}
+        for tag in [tag for tag, env in config.custom_envs.items() if env.agent_runner and tag in played_tags]:
             typer.echo(f"`messages` of {tag} are the env's and its agent's: only the tokens are the policy's")
     _print_summary(played, order)
     typer.echo(f"wrote {out}" + (f": offbeat inspect {out}" if out.suffix == ".parquet" else ""))
@@ -315,12 +318,12 @@ def inspect(
 
 def _check_target(option: str, path: Path) -> None:
     """Refuse a file that can't be written, before anything is played."""
-    if not path.parent.is_dir():
-        _exit_usage(f"{option} {path}: there is no folder {path.parent}")
-    if path.is_dir():
-        _exit_usage(f"{option} {path}: is a folder")
-    with _writing(option, path), TemporaryFile(dir=path.parent):
-        pass
+    with _writing(option, path):
+        if not path.parent.is_dir():
+            _exit_usage(f"{option} {path}: there is no folder {path.parent}")
+        if path.is_dir():
+            _exit_usage(f"{option} {path}: is a folder")
+        TemporaryFile(dir=path.parent).close()
 
 
 @contextmanager

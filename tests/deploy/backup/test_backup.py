@@ -166,7 +166,7 @@ def test_a_restored_redis_has_every_value_and_a_later_epoch(originals: Path, tmp
     assert json.loads(offbeat("audit", folder, "--redis", redis_url, "--json").output)["proven"]
 
 
-def test_a_restored_run_leaves_its_external_redis(originals: Path, tmp_path: Path):
+def test_a_restored_run_leaves_its_external_redis(originals: Path, tmp_path: Path, redis_url: str):
     """Which may be lost, or still have the original run."""
     folder = restore(originals / "run.tar", tmp_path / "run").folder
     config = busy_config(folder)
@@ -176,6 +176,8 @@ def test_a_restored_run_leaves_its_external_redis(originals: Path, tmp_path: Pat
     assert read_run(restored / "config.yaml") == config.model_copy(update={"output_dir": restored})
     assert mode(restored / "config.yaml") == 0o600
     assert examine(restored)[1].counters is not None
+    restored = restore(tmp_path / "run.tar", tmp_path / "elsewhere", redis_url).folder
+    assert read_run(restored / "config.yaml") == config.model_copy(update={"output_dir": restored})
 
 
 def test_what_is_there_is_never_overwritten(originals: Path, tmp_path: Path, redis_url: str):

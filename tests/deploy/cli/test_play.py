@@ -254,6 +254,8 @@ def test_a_file_that_can_not_be_written_is_refused_before_the_first_episode(fold
     for arguments in (
         ("rollout", folder / "run.yaml", "--agent", "random", "--out", tmp_path / "x.parquet"),
         ("rollout", folder / "run.yaml", "--agent", "random", "--out", "/proc/x.jsonl"),
+        ("rollout", folder / "run.yaml", "--agent", "random", "--out", tmp_path / f"{'x' * 300}.jsonl"),
+        ("rollout", folder / "run.yaml", "--agent", "random", "--out", tmp_path / ("x" * 300) / "x.jsonl"),
         ("play", "sokoban", "--agent", "random", "--render", tmp_path / "x.gif"),
     ):
         done = offbeat(*arguments)

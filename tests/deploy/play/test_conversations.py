@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 from transformers import AutoTokenizer
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from offbeat.deploy.cli.app import app
 from offbeat.deploy.play.conversations import make_pairs
@@ -160,16 +160,25 @@ def test_a_step_wise_prompt_is_that_of_its_turn(tmp_path: Path):
 def test_an_agents_conversations_are_not_taken_from_the_envs(tmp_path: Path):
     """The agent may ask the policy anything; that is recorded as tokens."""
     run, agent = tmp_path / "run.yaml", "offbeat.deploy.agents.walker:play"
+    env = "env_type: frozen_lake, max_steps: 3, max_tokens_per_step: 8"
     run.write_text(
-        f"exp_name: own\noutput_dir: {tmp_path / 'runs'}\ncustom_envs: {{G: {{env_type: frozen_lake, max_steps: 3, "
-        f"max_tokens_per_step: 8, agent_runner: {{path: '{agent}'}}}}}}\n"
-        "train_env_manager: {num_env_groups: 4, group_size: 2}\nrollout_batch_size: 8\nmax_steps: 10\n"
+        f"exp_name: own\noutput_dir: {tmp_path / 'runs'}\n"
+        f"custom_envs: {{G: {{{env}, agent_runner: {{path: '{agent}'}}}}, H: {{{env}}}}}\n"
+        "train_env_manager: {num_env_groups: 4, group_size: 2, tags: [G]}\nval_env_manager: {tags: [H]}\n"
+        "rollout_batch_size: 8\nmax_steps: 10\n"
     )
-    command = ["rollout", str(run), "--agent", "random", "--episodes", "2", "--out"]
-    refused = CliRunner().invoke(app, [*command, str(tmp_path / "r.jsonl")])
+
+    def rollout(split: str, suffix: str) -> Result:
+        out = str(tmp_path / f"r{suffix}")
+        command = ["rollout", str(run), "--agent", "random", "--episodes", "2", "--split", split, "--out", out]
+        return CliRunner().invoke(app, command)
+
+    refused, written = rollout("train", ".jsonl"), rollout("train", ".parquet")
     assert (refused.exit_code, "G's agent" in refused.output) == (2, True)
-    written = CliRunner().invoke(app, [*command, str(tmp_path / "r.parquet")])
     assert (written.exit_code, "`messages` of G are the env's" in written.output) == (0, True), written.output
+    for suffix in (".jsonl", ".parquet"):
+        of_an_env = rollout("held_out", suffix)
+        assert (of_an_env.exit_code, "of G" in of_an_env.output) == (0, False), of_an_env.output
 
 
 def test_rewards_decide_a_pair_and_equal_ones_make_none():
