@@ -15,7 +15,9 @@ from offbeat.trainer.models.lora import named_weights
 from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.tinker.folders import write_tensors
 
-MARKER, EXPORTED = "base.json", "base.safetensors"
+MARKER, EXPORTED = "base.json", "base_model.safetensors"
+WITHOUT_BUFFERS = "base.safetensors"
+"""What earlier builds have exported."""
 
 
 def claim_folder(root: Path, model: Path, args: ModelArgs, seed: int, digest: str) -> None:
@@ -53,6 +55,7 @@ def weights_file(root: Path, model: Path) -> Path:
 
 def export_base(policy: PackedPolicy, root: Path, model: Path) -> None:
     """Write the engine's file unless the model's folder has one."""
+    (root / WITHOUT_BUFFERS).unlink(missing_ok=True)
     path = weights_file(root, model)
     if path.parent != root or path.exists():
         return

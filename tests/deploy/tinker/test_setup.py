@@ -11,7 +11,7 @@ from offbeat.services.generation.config import GenerationConfig
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.models.tiny import write_tiny_policy
-from offbeat.trainer.tinker.base_model import EXPORTED, MARKER, export_base, load_base
+from offbeat.trainer.tinker.base_model import MARKER, WITHOUT_BUFFERS, export_base, load_base, weights_file
 from tests.families import write_family
 from tests.integration.policy_weights import random_policy
 
@@ -89,5 +89,8 @@ def test_a_base_that_can_not_be_packed_is_refused(tmp_path: Path) -> None:
 def test_the_engines_file_has_the_bases_buffers(tmp_path: Path) -> None:
     write_family(tmp_path, "glm4_moe")
     base = load_base(tmp_path, ModelArgs(), seed=1)
+    former = tmp_path / WITHOUT_BUFFERS  # of an earlier build, which an engine must not read before the learner is up
+    former.touch()
     export_base(base, tmp_path, tmp_path)
-    assert "model.layers.1.mlp.gate.e_score_correction_bias" in load_file(tmp_path / EXPORTED)
+    assert "model.layers.1.mlp.gate.e_score_correction_bias" in load_file(weights_file(tmp_path, tmp_path))
+    assert not former.exists()
