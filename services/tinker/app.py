@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from redis.exceptions import RedisError
+from redis import exceptions as redis_errors
 
 from offbeat.services.control.auth import is_from_this_host
 from offbeat.services.errors import RetryableError
@@ -46,6 +46,8 @@ from offbeat.services.tinker.wire import SampleAnswer, decode_sample_response
 
 logger = logging.getLogger(__name__)
 
+OUTAGES = (redis_errors.ConnectionError, redis_errors.TimeoutError)
+"""Also of a Redis that refuses writes; other errors of redis-py are no outage."""
 PROTOBUF = "application/x-protobuf"
 MAX_BODY_BYTES = 256 << 20
 """Larger ones are not read, and leave a gap in their model's sequence."""
@@ -89,7 +91,7 @@ def create_app(service: TinkerService, keys: Keys, config: TinkerConfig) -> Fast
     app.include_router(router)
     app.add_exception_handler(TinkerError, _refuse)
     app.add_exception_handler(RequestValidationError, _refuse_body)
-    for kind in (RetryableError, RedisError, OSError):
+    for kind in (RetryableError, *OUTAGES, OSError):
         app.add_exception_handler(kind, _ask_again)
     return app
 
@@ -108,7 +110,7 @@ async def _refuse_body(_: Request, error: Exception) -> JSONResponse:
 async def _ask_again(request: Request, error: Exception) -> JSONResponse:
     """Answer that the engine, Redis or the disk has failed."""
     logger.warning("%s %s: %s", request.method, request.url.path, error)
-    return JSONResponse({"detail": complaint(error) if isinstance(error, RedisError) else str(error)}, 503)
+    return JSONResponse({"detail": complaint(error) if isinstance(error, OUTAGES) else str(error)}, 503)
 
 
 def _future(ids: tuple[str, str]) -> Json:

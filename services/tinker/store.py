@@ -29,8 +29,8 @@ from offbeat.services.tinker.records import (
 
 MIB = 1 << 20
 RECONNECT_S = 0.2
-FETCHED_EXPIRY_S = 600
-"""Of results that were fetched, as an answer may be lost."""
+FETCHED_EXPIRY_S = 3600
+"""Of results that were fetched, as an answer may be lost, or a client's machine sleep."""
 HINT_TIMEOUT_S = 1.0
 """Interval of checks without a hint."""
 

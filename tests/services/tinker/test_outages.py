@@ -24,6 +24,14 @@ async def test_without_redis_a_call_is_answered_with_the_reason() -> None:
     assert answer.json()["detail"].startswith("Redis does not answer: ")
 
 
+async def test_an_error_of_ours_in_redis_is_no_outage(server: Server) -> None:
+    """Redis has answered, and would answer the same again."""
+    session, _ = await server.create_model()
+    server.redis.set(server.log.keys.heartbeats, "no hash")
+    answer = await server.client.post("/session_heartbeat", json={"session_id": session}, headers=KEY)
+    assert answer.status_code == 500
+
+
 async def test_a_copy_that_cannot_be_written_is_answered_with_the_reason(server: Server, tmp_path: Path) -> None:
     """A file is in the place of its folder."""
     _, model = await server.create_model()
