@@ -83,7 +83,7 @@ class TinkerKeys:
 
     @property
     def deaths(self) -> str:
-        """Hash: request id of a command that is not applied -> learners that died while they applied it."""
+        """Hash: request id of a command -> learners that died while they applied it, or of a failed repetition."""
         return self.key("deaths")
 
     def metrics(self, model_id: str) -> str:

@@ -65,8 +65,12 @@ class CommandLog:
         self._count_deaths()
 
     def deaths(self, model_id: str, seq_id: int) -> int:
-        """Return the number of learners that died while they applied a command, which is not applied."""
+        """Return the number of learners that died of a command since one has last applied it."""
         return self._deaths.get(request_id_of(model_id, seq_id), 0)
+
+    def count_death(self, model_id: str, seq_id: int) -> None:
+        """Count the death that comes of a repetition that failed: `take_over` counts those of first applications."""
+        self._redis.hincrby(self.keys.deaths, request_id_of(model_id, seq_id), 1)
 
     def model_ids(self) -> list[str]:
         return sorted(each.decode() for each in self._redis.hkeys(self.keys.models))
@@ -171,12 +175,15 @@ class CommandLog:
 
     def compare_repeated(self, model_id: str, seq_id: int, first: AppliedCommand, repeated: AppliedCommand) -> None:
         """Record the first repetition that has left another state than the command did."""
-        diverged = self.keys.diverged_commands(model_id)
-        if not repeated.leaves_state_of(first) and not self._redis.exists(diverged):
+        if not repeated.leaves_state_of(first) and not self.has_diverged(model_id):
             logger.error(
                 "command %d (%s) of model %s has left another state after a kill", seq_id, first.kind, model_id
             )
-            self._redis.hset(diverged, seq_id, repeated.encode())
+            self._redis.hset(self.keys.diverged_commands(model_id), seq_id, repeated.encode())
+
+    def has_diverged(self, model_id: str) -> bool:
+        """Return whether a repetition has left another state than the command did."""
+        return bool(self._redis.exists(self.keys.diverged_commands(model_id)))
 
     def unused_folders(self) -> list[str]:
         """Return folders of deleted and replaced checkpoints that no logged command writes or reads, and no sampling

@@ -5,6 +5,7 @@ little-endian numbers.
 """
 
 # pyright: basic
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -70,8 +71,10 @@ DTYPES: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<
 NO_LOGPROB = -99999.0
 """Of places in `TopkLogprobs` without a token, whose id is 0."""
 STOP_REASONS = {"stop": 0, "length": 1}
-MAX_ELEMENTS = 1 << 24
-"""Of a request's tensors, as many as a dense body has; sparse ones, which are small on the wire, have no more."""
+MAX_ELEMENTS = 1 << 26
+"""Of a tensor."""
+MAX_SPARSE = 1 << 24
+"""Elements of a request's sparse tensors together, which are small on the wire."""
 
 Array = npt.NDArray[Any]
 
@@ -115,13 +118,26 @@ class ForwardBackward:
     num_data: int
     message: Any
 
-    def data(self) -> list[Datum]:
-        """Decode the sequences; raises CodecError with the index of a bad one."""
-        data, left = list[Datum](), MAX_ELEMENTS
-        for i, message in enumerate(self.message.data):
-            data.append(_decode_datum(message, f"data[{i}]", left))
-            left -= sum(each.size for each in data[-1].inputs.values())
-        return data
+    def data(self, *, is_repeated: bool = False) -> list[Datum]:
+        """Decode the sequences; raises CodecError with the index of a bad one.
+
+        is_repeated: sparse tensors have no bound, as earlier builds have applied larger ones.
+        """
+        if not is_repeated:
+            self._check_sparse()
+        return [_decode_datum(datum, f"data[{i}]") for i, datum in enumerate(self.message.data)]
+
+    def _check_sparse(self) -> None:
+        left = MAX_SPARSE
+        for i, datum in enumerate(self.message.data):
+            for entry in datum.loss_fn_inputs:
+                if entry.value.HasField("sparse_csr"):
+                    left -= abs(math.prod(entry.value.shape))
+                if left < 0:
+                    raise CodecError(
+                        f"data[{i}].{entry.key}: sparse tensors up to this one have more than {MAX_SPARSE} elements, "
+                        "zeros included: send fewer sequences at once, or targets as [N, K]"
+                    )
 
 
 def decode_forward_backward(body: bytes) -> ForwardBackward:
@@ -138,21 +154,17 @@ def decode_forward_backward(body: bytes) -> ForwardBackward:
     )
 
 
-def _decode_datum(datum: Any, path: str, left: int) -> Datum:
-    """left: elements that its inputs may have."""
+def _decode_datum(datum: Any, path: str) -> Datum:
     parts: list[Array] = []
     for i, chunk in enumerate(datum.model_input):
         if not chunk.HasField("encoded_text"):
             raise CodecError(f"{path}.model_input[{i}] is no text: images and audio are not served")
         parts.append(_read(chunk.encoded_text.tokens, DTYPES[3], f"{path}.model_input[{i}]"))
-    inputs: dict[str, Array] = {}
-    for entry in datum.loss_fn_inputs:
-        inputs[entry.key] = _decode_tensor(entry.value, f"{path}.{entry.key}", left)
-        left -= inputs[entry.key].size
+    inputs = {entry.key: _decode_tensor(entry.value, f"{path}.{entry.key}") for entry in datum.loss_fn_inputs}
     return Datum(np.concatenate(parts) if parts else np.zeros(0, np.int32), inputs)
 
 
-def _decode_tensor(tensor: Any, path: str, left: int) -> Array:
+def _decode_tensor(tensor: Any, path: str) -> Array:
     dtype = DTYPES.get(tensor.dtype)
     if dtype is None:
         raise CodecError(f"{path}: dtype {tensor.dtype} is neither float32 nor int64")
@@ -160,11 +172,8 @@ def _decode_tensor(tensor: Any, path: str, left: int) -> Array:
     size = 1
     for length in shape:
         size *= length
-        if length < 0 or size > left:
-            raise CodecError(
-                f"{path}: shape {list(shape)} has a negative length, or a request's tensors more than {MAX_ELEMENTS} "
-                "elements: send fewer sequences at once, or targets as [N, K]"
-            )
+        if length < 0 or size > MAX_ELEMENTS:
+            raise CodecError(f"{path}: shape {list(shape)} has more than {MAX_ELEMENTS} elements, or a negative length")
     if tensor.HasField("sparse_csr"):
         return _densify(tensor.sparse_csr, dtype, shape, path)
     values = _read(tensor.dense, dtype, path)

@@ -137,13 +137,18 @@ class Executor:
         except CodecError as error:
             outcome = CommandOutcome(Result.of_error(str(error)), is_refused=True)
         except Exception as error:  # reported to the client, whose later commands are executed
-            if first is not None and not isinstance(error, FileNotFoundError):  # lost files do not come back
+            logger.exception("command %d (%s) of model %s failed", queued.seq_id, kind, queued.model_id)
+            if first is not None and self._may_pass(error, queued.model_id):
+                self._log.count_death(queued.model_id, queued.seq_id)
                 raise  # the client was told that it is applied: a successor tries again
-            logger.exception("command %d of model %s failed", queued.seq_id, queued.model_id)
             result = Result.of_error(f"{type(error).__name__}: {error}", "server")
             outcome = CommandOutcome(result, is_refused=True)
         self._contain(queued)
         return self._record(queued, kind, outcome)
+
+    def _may_pass(self, error: Exception, model_id: str) -> bool:
+        """Return whether a repetition that failed may succeed in a successor, and its model is as it was before."""
+        return not isinstance(error, FileNotFoundError) and not self._log.has_diverged(model_id)
 
     def read_gradient(self, queued: QueuedCommand) -> GradientBatch | None:
         """Return what a command adds to a gradient of a model in memory; None if it is another one, or is refused."""
@@ -223,7 +228,7 @@ class Executor:
             case CreateModel():
                 return self._create(model_id, record, command)
             case ForwardBackwardCommand():
-                return self._forward_backward(self._model(model_id), command, queued.shared)
+                return self._forward_backward(queued, self._model(model_id), command)
             case OptimStep():
                 return self._step(model_id, seq_id, command)
             case SaveWeights():
@@ -278,12 +283,12 @@ class Executor:
             raise
 
     def _forward_backward(
-        self, model: ClientModel, command: ForwardBackwardCommand, shared: SharedPass | None
+        self, queued: QueuedCommand, model: ClientModel, command: ForwardBackwardCommand
     ) -> CommandOutcome:
-        request, batch = self._read_batch(model, command)
+        request, batch = self._read_batch(model, command, is_repeated=queued.first is not None)
         num_added = 0 if request.forward_only else len(batch.data)
-        if shared is not None:
-            return CommandOutcome(_answer(repeat_shared(self._pool, batch, shared), batch), num_added=num_added)
+        if queued.shared is not None:
+            return CommandOutcome(_answer(repeat_shared(self._pool, batch, queued.shared), batch), num_added=num_added)
         scores = model.compute(
             batch.data,
             batch.loss,
@@ -293,11 +298,13 @@ class Executor:
         )
         return CommandOutcome(_answer(scores, batch), num_added=num_added)
 
-    def _read_batch(self, model: ClientModel, command: ForwardBackwardCommand) -> tuple[ForwardBackward, GradientBatch]:
+    def _read_batch(
+        self, model: ClientModel, command: ForwardBackwardCommand, *, is_repeated: bool = False
+    ) -> tuple[ForwardBackward, GradientBatch]:
         request = decode_forward_backward(command.body)
         loss = find_loss(request.loss_fn)
         settings = read_settings(request.loss_fn, loss, request.loss_config)
-        data = request.data()
+        data = request.data(is_repeated=is_repeated)
         if not data:
             raise CodecError("data is empty: send at least one datum")
         for i, datum in enumerate(data):

@@ -8,6 +8,7 @@ import logging
 import shutil
 import time
 from collections import OrderedDict
+from threading import Thread
 
 from offbeat.services.redis.errors import complaint
 from offbeat.services.tinker.log import CommandLog
@@ -54,6 +55,11 @@ class TinkerLearner:
     def stop(self) -> None:
         self._is_stopped = True
 
+    def stop_by_signal(self, *_: object) -> None:
+        """Stop; a kill that follows is no death of the command that is applied now."""
+        self.stop()
+        Thread(target=self._log.report_idle, daemon=True).start()  # this one may be in a call of Redis' client
+
     def should_retry(self, error: Exception) -> bool:
         """Report that Redis is unavailable; return False once the learner should stop."""
         self._report_wait(complaint(error))
@@ -80,7 +86,7 @@ class TinkerLearner:
         """Save what is due, and apply the next command of the first busy model."""
         try:
             self._save_due()
-            if self._busy:
+            if self._busy and not self._is_stopped:
                 model_id, _ = self._busy.popitem(last=False)
                 if self._apply_next(model_id):
                     self._busy[model_id] = None

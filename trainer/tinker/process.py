@@ -63,7 +63,7 @@ def main() -> int:
         limits = ExecutorLimits(settings.context, settings.max_tokens, settings.max_models)
         executor = Executor(AdapterPool(policy, model), log, TinkerFolder(root), limits)
         learner = TinkerLearner(log, executor, min(settings.shared_pass_tokens, settings.max_tokens))
-        signal.signal(signal.SIGTERM, lambda *_: learner.stop())
+        signal.signal(signal.SIGTERM, learner.stop_by_signal)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends its learner
         try:
             learner.run()

@@ -16,7 +16,7 @@ from offbeat.services.errors import CodecError
 from offbeat.services.generation.engine import MostLikely
 from offbeat.services.tinker.wire import (
     CLASSES,
-    MAX_ELEMENTS,
+    MAX_SPARSE,
     MESSAGES,
     SampleAnswer,
     SampledSequence,
@@ -76,11 +76,19 @@ def test_sparse_inputs_are_read_dense() -> None:
 
 def test_sparse_inputs_of_a_request_have_a_limit() -> None:
     """Each tensor has a few bytes on the wire, and a quarter of the elements or a bit more."""
-    targets = torch.zeros(3, MAX_ELEMENTS // 12 + 1, dtype=torch.int64)
+    targets = torch.zeros(3, MAX_SPARSE // 12 + 1, dtype=torch.int64)
     targets[0, 4] = 9
     decode_forward_backward(request(target_tokens=targets)).data()
+    large = decode_forward_backward(request(target_tokens=targets, weights=torch.zeros(3, targets.shape[1])))
     with pytest.raises(CodecError, match=r"^data\[1\]\.\w+: .* or targets as \[N, K\]"):
-        decode_forward_backward(request(target_tokens=targets, weights=torch.zeros(3, targets.shape[1]))).data()
+        large.data()
+    assert len(large.data(is_repeated=True)) == 2
+
+
+def test_dense_inputs_are_bounded_by_their_body_alone() -> None:
+    weights = np.ones((2, MAX_SPARSE // 4 + 1), np.float32)
+    data = decode_forward_backward(request(weights=weights, logprobs=weights)).data()
+    assert sum(array.size for datum in data for array in datum.inputs.values()) > MAX_SPARSE
 
 
 def test_an_output_is_read_by_the_sdk() -> None:

@@ -20,6 +20,7 @@ from offbeat.trainer.tinker import learner
 from offbeat.trainer.tinker.adapters import AdapterPool
 from tests.trainer.tinker.test_learner import KilledError, StoppingLog, encode_request, read_evidence, run, send
 from tests.trainer.tinker.tiny_base import make_data
+from tests.waiting import wait_until_sync
 
 BATCH = encode_request(make_data(("weights",)))
 STEP = OptimStep(learning_rate=1e-2)
@@ -96,6 +97,30 @@ def test_a_command_that_was_applied_is_not_left_out(
     assert find_problems(read_evidence(log, redis, "a")) == []
 
 
+def test_a_repetition_that_keeps_failing_is_left_out(
+    redis: Redis,
+    pool: AdapterPool,
+    tmp_path: Path,
+    failures: list[BaseException],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The audit has it, and learners do not die of the model's next commands, too."""
+    send(redis, "a", [CreateModel(), BATCH, BATCH, STEP])
+    with pytest.raises(KilledError):
+        run(StoppingLog(redis, 3), pool, tmp_path / "server")
+    for _ in range(learner.MAX_DEATHS):
+        failures.append(RuntimeError("no memory"))
+        with pytest.raises(RuntimeError, match="no memory"):
+            run(StoppingLog(redis), pool, tmp_path / "server")
+    assert "command 1 (forward_backward) of model a failed" in caplog.text
+    failures.append(RuntimeError("no memory"))  # of command 2
+    run(log := StoppingLog(redis), pool, tmp_path / "server")
+    assert failures == []
+    assert read_evidence(log, redis, "a").diverged.keys() == {1}
+    assert log.applied("a") == 3
+    assert not redis.exists(log.keys.deaths)
+
+
 def test_a_repeated_save_leaves_the_files_that_clients_read(redis: Redis, pool: AdapterPool, tmp_path: Path) -> None:
     send(redis, "a", [CreateModel(), SaveWeights("x"), BATCH])
     with pytest.raises(KilledError):
@@ -122,6 +147,28 @@ def test_a_command_of_which_learners_die_is_refused(
     answer: Any = redis.get(log.keys.result(request_id_of("a", 1)))
     assert Result.decode(answer) == Result.of_error(learner.DEADLY)
     assert not redis.exists(log.keys.deaths)
+
+
+def test_a_kill_of_a_learner_that_was_stopped_is_no_death_of_its_command(
+    redis: Redis, pool: AdapterPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long one is killed a minute after each stop of the server."""
+    send(redis, "a", [CreateModel(), BATCH])
+
+    def stop_and_die(*_: object) -> None:
+        assert log.learner is not None
+        log.learner.stop_by_signal()
+        wait_until_sync(lambda: not redis.exists(log.keys.activity))
+        raise SystemExit
+
+    for _ in range(learner.MAX_DEATHS):
+        log = StoppingLog(redis)
+        with monkeypatch.context() as patched:
+            patched.setattr(pool, "logits", stop_and_die)
+            with pytest.raises(SystemExit):
+                run(log, pool, tmp_path / "server")
+    run(log := StoppingLog(redis), pool, tmp_path / "server")
+    assert not read_evidence(log, redis, "a").commands[1].is_refused
 
 
 class RewindingLog(StoppingLog):
