@@ -1,7 +1,7 @@
 """Anthropic's `/v1/messages` as `ModelRequest` and `ModelReply`."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from offbeat.services.chat.messages import (
@@ -14,9 +14,9 @@ from offbeat.services.gateway.request_fields import (
     Body,
     find_ignored_parameters,
     number,
-    read_items,
     read_list,
     read_object,
+    read_tools,
     require,
     require_function,
     require_messages,
@@ -42,7 +42,7 @@ def read_messages(body: Body) -> ModelRequest:
     single = ("disable_parallel_tool_use",) if tool_choice.get("disable_parallel_tool_use") else ()
     return ModelRequest(
         require_messages(tuple(messages)),
-        _tools(read_items(body, "tools")),
+        _tools(read_tools(body, _is_function, "tools with an input_schema", are_called=choice != "none")),
         reads_calls=choice != "none",
         max_tokens=number(body, "max_tokens"),
         stop=stop_words(body.get("stop_sequences"), "stop_sequences"),
@@ -51,11 +51,13 @@ def read_messages(body: Body) -> ModelRequest:
     )
 
 
-def _tools(value: list[Any]) -> Tools:
+def _is_function(tool: Any) -> bool:
+    return isinstance(tool, Mapping) and isinstance(tool.get("input_schema"), Mapping)
+
+
+def _tools(functions: Sequence[Body]) -> Tools:
     tools: list[dict[str, Any]] = []
-    for tool in value:
-        is_valid = isinstance(tool, Mapping) and isinstance(tool.get("input_schema"), Mapping)
-        require(is_valid, f"tools: only tools with an input_schema can be offered, not {tool!r}")
+    for tool in functions:
         function = {
             "name": tool.get("name"),
             "description": tool.get("description") or "",

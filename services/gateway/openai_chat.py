@@ -19,6 +19,7 @@ from offbeat.services.gateway.request_fields import (
     read_items,
     read_list,
     read_object,
+    read_tools,
     require,
     require_function,
     require_messages,
@@ -40,7 +41,7 @@ def read_chat(body: Body) -> ModelRequest:
     shaped = ("response_format",) if shape.get("type", "text") != "text" else ()
     return ModelRequest(
         require_messages(messages),
-        _tools(read_items(body, "tools")),
+        _tools(read_tools(body, _is_function, "functions", are_called=choice != "none")),
         reads_calls=choice != "none",
         max_tokens=number(body, "max_completion_tokens", "max_tokens"),
         num_answers=_number_or(1, body, "n"),
@@ -50,14 +51,14 @@ def read_chat(body: Body) -> ModelRequest:
     )
 
 
-def _tools(value: list[Any]) -> Tools:
-    for tool in value:
-        is_valid = (
-            isinstance(tool, Mapping) and tool.get("type") == "function" and isinstance(tool.get("function"), Mapping)
-        )
-        require(is_valid, f"tools: only functions can be offered, not {tool!r}")
+def _is_function(tool: Any) -> bool:
+    return isinstance(tool, Mapping) and tool.get("type") == "function" and isinstance(tool.get("function"), Mapping)
+
+
+def _tools(functions: Sequence[Body]) -> Tools:
+    for tool in functions:
         require_function(tool["function"])
-    return tuple(value)
+    return tuple(functions)
 
 
 def read_completion(body: Body) -> ModelRequest:

@@ -16,8 +16,8 @@ from offbeat.services.gateway.request_fields import (
     Body,
     find_ignored_parameters,
     number,
-    read_items,
     read_object,
+    read_tools,
     require,
     require_function,
     require_messages,
@@ -40,7 +40,7 @@ def read_responses(body: Body, earlier: Sequence[ChatMessage]) -> ModelRequest:
     shaped = ("text.format",) if shape.get("type", "text") != "text" else ()
     return ModelRequest(
         require_messages(messages),
-        _tools(read_items(body, "tools")),
+        _tools(read_tools(body, _is_function, "functions", are_called=choice != "none")),
         reads_calls=choice != "none",
         max_tokens=number(body, "max_output_tokens"),
         ignored=find_ignored_parameters(body, (*forced, *shaped)),
@@ -52,11 +52,13 @@ def without_instructions(body: Body, request: ModelRequest) -> tuple[ChatMessage
     return request.messages[1:] if body.get("instructions") else request.messages
 
 
-def _tools(value: list[Any]) -> Tools:
+def _is_function(tool: Any) -> bool:
+    return isinstance(tool, Mapping) and tool.get("type") == "function"
+
+
+def _tools(functions: Sequence[Body]) -> Tools:
     tools: list[dict[str, Any]] = []
-    for tool in value:
-        is_valid = isinstance(tool, Mapping) and tool.get("type") == "function"
-        require(is_valid, f"tools: only functions can be offered, not {tool!r}")
+    for tool in functions:
         require_function(tool)
         function = {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None}
         tools.append({"type": "function", "function": function})

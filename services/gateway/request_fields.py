@@ -1,6 +1,6 @@
 """Shared request fields, parsed strictly. Functions raise InvalidCallError."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from offbeat.services.chat.messages import ChatMessage
@@ -15,7 +15,8 @@ IGNORED = (
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *("thinking", "reasoning", "reasoning_effort", "chat_template_kwargs"),
 )
-"""Of vLLM's, OpenAI's and Anthropic's, besides those of the sampling; counted unless false or empty."""
+"""Of vLLM's, OpenAI's and Anthropic's, besides those of the sampling; counted unless false, empty or `DEFAULTS`."""
+DEFAULTS = {"best_of": 1, "thinking": {"type": "disabled"}}
 REFUSED_UNLESS_ZERO = ("presence_penalty", "frequency_penalty", "logit_bias", "echo", "suffix")
 REFUSED_UNLESS_ONE = ("repetition_penalty", "length_penalty")
 REFUSAL = "can't be followed: the policy's own distribution is what is trained"
@@ -89,6 +90,14 @@ def stop_words(value: Any, key: str) -> tuple[str, ...]:
     return tuple(texts)
 
 
+def read_tools(body: Body, is_function: Callable[[Any], bool], kind: str, *, are_called: bool) -> list[Body]:
+    """Return functions; other tools are left out if none is called, else refused."""
+    tools = read_items(body, "tools")
+    for tool in tools if are_called else ():
+        require(is_function(tool), f"tools: only {kind} can be offered, not {tool!r}")
+    return [tool for tool in tools if is_function(tool)]
+
+
 def require_function(function: Body) -> None:
     """Require what the parsers of calls need of a tool."""
     require(
@@ -106,7 +115,7 @@ def find_ignored_parameters(body: Body, others: Iterable[str] = ()) -> tuple[str
     for key in REFUSED_UNLESS_ONE:
         require(body.get(key) in (None, 1), f"{key} {REFUSAL}")
     own = (key for key in OWN_SAMPLING if body.get(key) is not None)
-    ignored = (key for key in (*IGNORED, "top_logprobs") if body.get(key))
+    ignored = (key for key in (*IGNORED, "top_logprobs") if body.get(key) and body[key] != DEFAULTS.get(key))
     parallel = ("parallel_tool_calls",) if body.get("parallel_tool_calls") is False else ()
     return (*own, *ignored, *parallel, *others)
 

@@ -77,11 +77,24 @@ async def test_a_tool_without_a_name_is_refused_by_each_api(hermes: ChatTemplate
     assert (response.status_code, "a function's name is None" in response.text) == (400, True)
 
 
+@pytest.mark.parametrize("path", REQUESTS)
+async def test_a_tool_that_is_no_function_is_refused_where_it_can_be_called(hermes: ChatTemplate, path: str):
+    body = REQUESTS[path]
+    tools = [*body["tools"], {"type": "web_search_20250305", "name": "web_search"}]
+    none = {"type": "none"} if path == "/v1/messages" else "none"
+    policy = Scripted(hermes, ["yes"])
+    refused = await post(session_of(policy), path, {**body, "tools": tools})
+    answered = await post(session_of(policy), path, {**body, "tools": tools, "tool_choice": none})
+    assert (refused.status_code, "can be offered, not" in refused.text, answered.status_code) == (400, True, 200)
+
+
 @pytest.mark.parametrize(
     ("parameters", "num_ignored"),
     [
         ({"chat_template_kwargs": {"enable_thinking": False}, "min_tokens": 5, "temperature": 0}, 3),
         ({"repetition_penalty": 1.0, "min_tokens": 0, "ignore_eos": False, "stop_token_ids": []}, 0),
+        ({"thinking": {"type": "disabled"}, "best_of": 1}, 0),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}, "best_of": 2}, 2),
     ],
 )
 async def test_parameters_that_are_not_followed_are_counted(
