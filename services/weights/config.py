@@ -23,7 +23,7 @@ class WeightsConfig(Config):
     limited by `actor_infer.update_timeout_s`.
     """
     dtype: Literal["as_trained", "bfloat16"] = "as_trained"
-    """Type of published weights; engines convert them."""
+    """Type of published matrices; engines convert them. Biases and norms stay as trained."""
     anchor_every: int = Field(default=1, ge=1)
     """Every n-th version is complete; others are compressed differences to it. Useful with bfloat16 weights, small
     steps and slow storage.

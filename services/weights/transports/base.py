@@ -158,10 +158,13 @@ def open_verified(path: Path, manifest: Manifest) -> Iterator[Path]:
 
 
 def published_dtype(tensor: "Tensor", dtype: str) -> "torch.dtype":
-    """Return the type of a published tensor. dtype: `weights.dtype`."""
+    """Return the type of a published tensor. dtype: `weights.dtype`, of matrices alone: with rounded biases, routers would
+    choose other experts.
+    """
     import torch
 
-    return torch.bfloat16 if dtype == "bfloat16" and tensor.is_floating_point() else tensor.dtype
+    is_rounded = dtype == "bfloat16" and tensor.is_floating_point() and tensor.dim() > 1
+    return torch.bfloat16 if is_rounded else tensor.dtype
 
 
 class HostCopies:

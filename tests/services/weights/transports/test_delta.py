@@ -185,9 +185,10 @@ def test_an_earlier_learners_anchor_stays_until_no_kept_version_needs_it(config:
 def test_weights_may_be_rounded_before_they_travel(tmp_path: Path) -> None:
     config = WeightsConfig(transport="fs", url=str(tmp_path), dtype="bfloat16")
     made = make_transport(config, RUN, Path())
-    source = {"w": torch.tensor([1.0, 1.001]), "n": torch.tensor([3])}
+    source = {"w": torch.tensor([[1.0, 1.001]]), "n": torch.tensor([3]), "router.bias": torch.tensor([2.003])}
     copies = made.copies(source.items())
-    assert {name: tensor.dtype for name, tensor in copies.items()} == {"w": torch.bfloat16, "n": torch.int64}
+    types = {"w": torch.bfloat16, "n": torch.int64, "router.bias": torch.float32}
+    assert {name: tensor.dtype for name, tensor in copies.items()} == types
 
 
 def test_a_manifest_keeps_its_anchor_on_the_way(config: WeightsConfig) -> None:

@@ -82,11 +82,12 @@ def test_a_replica_gets_a_ticket_with_the_versions_digest(
 
 @pytest.mark.parametrize(("dtype", "published"), [("as_trained", torch.float32), ("bfloat16", torch.bfloat16)])
 def test_a_version_is_a_copy_in_the_published_type(dtype: str, published: torch.dtype, server: redis.Redis) -> None:
-    weight, index = torch.tensor([1.0, 1.001]), torch.tensor([7])
+    weight, index, bias = torch.tensor([[1.0, 1.001]]), torch.tensor([7]), torch.tensor([2.003])
     expected = weight.to(published, copy=True)
-    copies = DeviceTransport("ipc", RUN, server, dtype=dtype).copies([("w", weight), ("i", index)])
+    copies = DeviceTransport("ipc", RUN, server, dtype=dtype).copies([("w", weight), ("i", index), ("b", bias)])
     weight.zero_()
-    assert {name: tensor.dtype for name, tensor in copies.items()} == {"w": published, "i": torch.int64}
+    assert copies["w"].dtype == published
+    assert (copies["i"].dtype, copies["b"].dtype) == (torch.int64, torch.float32), "routers' biases are not rounded"
     assert torch.equal(copies["w"], expected)
 
 
