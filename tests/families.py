@@ -71,6 +71,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "bloom": {"n_layer": 2, "n_head": 2},
     "mpt": {"d_model": 64, "n_layers": 2, "n_heads": 2, "max_seq_len": 128},
+    "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "codegen": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 8},
     "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 8},
 }
 

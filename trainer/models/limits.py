@@ -7,15 +7,23 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from offbeat.services.generation.config import AttentionName
+
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 CHUNKED = "chunked_attention"
-INSTEAD = "take a model with attention alone, such as Qwen2.5, Qwen3, Llama 3, Mistral or Gemma 3"
+OWN_MASKS: Mapping[str, tuple[AttentionName, ...]] = {
+    "stablelm": ("sdpa", "eager"),
+    **dict.fromkeys(("gptj", "gpt_neo", "codegen"), ("eager",)),
+}
+"""Attention of these families that can't be replaced, and masks packed sequences by their positions."""
+EXAMPLES = "such as Qwen2.5, Qwen3, Llama 3 or Mistral"
+INSTEAD = f"take a model with attention alone, {EXAMPLES}"
 
 
-def packing_problem(auto: Any, folder: Path, context: int = 0) -> str | None:
+def packing_problem(auto: Any, folder: Path, attention: AttentionName = "auto", context: int = 0) -> str | None:
     """Return why a folder's model can't be trained, or None.
 
-    auto: transformers' loader; context: tokens of the longest sequence, 0 if unknown.
+    auto: transformers' loader; attention: `attn_implementation`; context: tokens of the longest sequence, 0 if unknown.
     """
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -23,14 +31,15 @@ def packing_problem(auto: Any, folder: Path, context: int = 0) -> str | None:
         return f"transformers can't read its config.json: {str(error).partition(chr(10))[0]}"
     kind, name, text = _find_class(auto, config), config.model_type, config.get_text_config()
     if kind is None:
-        return f"{auto.__name__} of transformers has no {name}: {INSTEAD}"
+        return f"{auto.__name__} of transformers has no {name}: take a family that it has, {EXAMPLES}"
     layers = set(getattr(text, "layer_types", None) or ())
     if others := sorted(layers - ATTENTION_LAYERS - {CHUNKED}):
         return f"{name} has layers of {', '.join(others)}, by which packed sequences would change each other: {INSTEAD}"
-    if kind._is_stateful:
+    if kind._is_stateful and not layers:  # layers of attention alone hold no state
         return f"{name} is recurrent, so that packed sequences would change each other: {INSTEAD}"
-    if not kind._supports_attention_backend:
-        return f"transformers can't replace the attention of {name}, so that packed sequences would mix: {INSTEAD}"
+    if not kind._supports_attention_backend and attention not in OWN_MASKS.get(name, ()):
+        instead = f"set attn_implementation to eager, or {INSTEAD}" if name in OWN_MASKS else INSTEAD
+        return f"transformers can't replace the attention of {name}, so that packed sequences would mix: {instead}"
     if auto is AutoModelForCausalLM and hasattr(config, "vision_config") and kind.__name__ not in _names(config):
         return f"{name} has image input, which its language model in transformers leaves out: take a text model"
     chunk = getattr(text, "attention_chunk_size", None) or 0

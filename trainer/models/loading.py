@@ -56,7 +56,7 @@ def load_policy(
     """Load a policy; `seed` initializes missing weights.
 
     Raises:
-        ValueError: the model can't be packed, or adapters or a shared prefix do not fit.
+        ValueError: the model can't be packed, lacks buffers, or adapters or a shared prefix do not fit.
     """
     policy = _load_policy(folder, args, seed, temperature)
     if value_head:
@@ -103,14 +103,20 @@ def _load_policy(folder: Path, args: ModelArgs, seed: int, temperature: float) -
 
 def _load(auto: Any, folder: Path, args: ModelArgs, seed: int, **settings: int) -> PreTrainedModel:
     """settings: of the model's config."""
-    if problem := packing_problem(auto, folder):
+    if problem := packing_problem(auto, folder, args.attn_implementation):
         raise ValueError(f"{folder}: {problem}")
     attention = _attention_implementation(args, has_vision=auto is AutoModelForImageTextToText)
     dtype = getattr(torch, args.dtype)
     if has_weights(folder):
-        model = auto.from_pretrained(
-            folder, dtype=dtype, attn_implementation=attention, trust_remote_code=False, **settings
+        model, info = auto.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=attention,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **settings,
         )
+        _check_buffers(folder, model, info["missing_keys"])
     else:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -125,6 +131,15 @@ def _load(auto: Any, folder: Path, args: ModelArgs, seed: int, **settings: int) 
     if not args.disable_gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return cast(PreTrainedModel, model)
+
+
+def _check_buffers(folder: Path, model: nn.Module, missing: set[str]) -> None:
+    """Raise ValueError if saved buffers are missing; missing parameters are new."""
+    if lost := sorted(missing - {name for name, _ in model.named_parameters(remove_duplicate=False)}):
+        raise ValueError(
+            f"{folder} lacks {lost[0]} ({len(lost)} in all), as checkpoints of a build before 0.2 do: copy it from the "
+            "model that was trained"
+        )
 
 
 def disable_dropout(model: nn.Module) -> None:

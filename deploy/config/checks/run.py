@@ -70,6 +70,7 @@ def check_run(
     on_step("group_filter_cls, track_with", "import of classes")
     issues = [
         *_check_static(config, cores, nodes, on_step, started=started),
+        *check_packing(config),  # not of settings, for which torch would be imported
         *check_rows(config, on_step),
         *check_rewards(config, on_step),
         *_check_env(config, on_step),
@@ -120,7 +121,6 @@ def _check_static(
         *check_engine_arguments(config),
         *check_sglang(config),
         *check_experts(config),
-        *check_packing(config),
         *_check_architecture(config, on_step),
         *check_sampling(config),
         *check_lora(config),

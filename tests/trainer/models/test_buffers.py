@@ -13,7 +13,7 @@ from offbeat.trainer.engines.frozen import FrozenModel
 from offbeat.trainer.engines.fsdp2 import FSDP2Engine
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
 from offbeat.trainer.models.export import copy_model_files, export_weights
-from offbeat.trainer.models.loading import load_policy
+from offbeat.trainer.models.loading import load_critic, load_policy
 from offbeat.trainer.models.lora import PREFIX, named_weights
 from offbeat.trainer.models.policy import PackedPolicy, Sampled
 from tests.families import pack, write_family
@@ -87,6 +87,14 @@ def test_they_belong_to_the_base_of_adapters(ranks: Ranks, tmp_path: Path) -> No
     for form in ("merged", "parts"):
         assert NAMES["glm4_moe"] in dict(engine.tensors(form))
     assert all(name.startswith(PREFIX) for name, _ in engine.tensors("adapter"))
+
+
+def test_a_checkpoint_of_an_earlier_build_without_them_is_refused(policy: PackedPolicy, tmp_path: Path) -> None:
+    """It would be trained on with zeros or ones, which the next checkpoint then has."""
+    export_weights(tmp_path, policy.model.named_parameters())
+    for load in (load_policy, load_critic):
+        with pytest.raises(ValueError, match=r"lacks .*(layer_scalar|e_score_correction_bias).*build before 0\.2"):
+            load(tmp_path, ModelArgs(), seed=0)
 
 
 def test_a_reference_follows_a_policy_that_has_them(policy: PackedPolicy, ranks: Ranks, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from offbeat.services.generation.config import AttentionName
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.models import loading
 from offbeat.trainer.models.limits import packing_problem
@@ -20,7 +21,7 @@ PACKED = (
     *("phi3", "glm", "glm4", "glm4_moe", "deepseek_v2", "deepseek_v3", "granite", "olmo2", "gpt2", "smollm3"),
 )
 RECURRENT = ("lfm2", "qwen3_5_text", "qwen3_next", "granitemoehybrid", "mamba", "recurrent_gemma", "rwkv")
-OWN_ATTENTION = ("bloom", "mpt", "falcon", "gptj", "stablelm")
+OWN_ATTENTION = ("bloom", "mpt", "falcon", "gptj", "gpt_neo", "codegen", "stablelm")
 LENGTHS = (40, 7, 23)
 LONGROPE = {
     "rope_type": "longrope",
@@ -50,6 +51,32 @@ def test_packed_sequences_are_computed_as_alone(family: str, tmp_path: Path) -> 
     assert leak(load_policy(tmp_path, args, seed=0).eval()) < 1e-4
 
 
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [("stablelm", "sdpa"), ("stablelm", "eager"), ("gptj", "eager"), ("gpt_neo", "eager"), ("codegen", "eager")],
+)
+def test_own_attention_that_masks_packed_sequences_is_taken(
+    family: str, attention: AttentionName, tmp_path: Path
+) -> None:
+    write_family(tmp_path, family)
+    with pytest.raises(ValueError, match="set attn_implementation to eager"):
+        load_policy(tmp_path, ModelArgs(), seed=0)
+    assert leak(load_policy(tmp_path, ModelArgs(attn_implementation=attention), seed=0).eval()) < 1e-4
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_own_attention_that_does_not_is_refused_in_any_case(attention: AttentionName, tmp_path: Path) -> None:
+    write_family(tmp_path, "bloom")
+    with pytest.raises(ValueError, match="bloom"):
+        load_policy(tmp_path, ModelArgs(attn_implementation=attention), seed=0)
+
+
+def test_a_hybrid_family_without_a_recurrent_layer_is_packed(tmp_path: Path) -> None:
+    """Granite 4.0 without H."""
+    write_family(tmp_path, "granitemoehybrid", layer_types=["full_attention"] * 2, position_embedding_type="rope")
+    assert leak(load_policy(tmp_path, ModelArgs(), seed=0).eval()) < 1e-4
+
+
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text", "bloom"])
 def test_refused_models_would_leak(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_family(tmp_path, family)
@@ -65,7 +92,7 @@ def test_a_model_that_can_not_be_packed_is_refused_with_others_to_take(family: s
         load_policy(tmp_path, ModelArgs(), seed=0)
     with pytest.raises(ValueError, match=says):
         load_critic(tmp_path, ModelArgs(), seed=0)
-    with pytest.raises(ValueError, match=family):
+    with pytest.raises(ValueError, match=rf"{family}\b.*take"):
         load_reward_model(tmp_path, ModelArgs(), seed=0)
 
 
@@ -89,12 +116,19 @@ def test_a_model_unknown_to_transformers_is_named(config: dict[str, Any], says: 
     assert "\n" not in problem
 
 
+def test_a_family_without_a_classifier_is_not_said_to_lack_attention(tmp_path: Path) -> None:
+    write_family(tmp_path, "glm4_moe")
+    problem = packing_problem(AutoModelForSequenceClassification, tmp_path)
+    assert problem is not None
+    assert problem.endswith("has no glm4_moe: take a family that it has, such as Qwen2.5, Qwen3, Llama 3 or Mistral")
+
+
 def test_chunks_and_long_positions_limit_the_context(tmp_path: Path) -> None:
     write_family(tmp_path / "chunks", "llama4_text", attention_chunk_size=64, num_local_experts=2)
     write_family(tmp_path / "phi", "phi3", rope_parameters=LONGROPE, original_max_position_embeddings=32)
     for folder, longest in (("chunks", 64), ("phi", 32)):
-        assert packing_problem(AutoModelForCausalLM, tmp_path / folder, longest) is None
-        problem = packing_problem(AutoModelForCausalLM, tmp_path / folder, longest + 1)
+        assert packing_problem(AutoModelForCausalLM, tmp_path / folder, context=longest) is None
+        problem = packing_problem(AutoModelForCausalLM, tmp_path / folder, context=longest + 1)
         assert problem is not None
         assert f"{longest} tokens" in problem
 

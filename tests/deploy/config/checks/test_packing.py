@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.deploy.config.checks.packing import check_packing
-from offbeat.deploy.config.checks.run import check_settings
+from offbeat.deploy.config.checks.run import check_run, check_settings
 from offbeat.deploy.config.loader import compose_tree, validate_tree
 from tests.families import write_family
 from tests.paths import CONFIGS, QUICKSTART
@@ -46,7 +46,18 @@ def test_a_reward_model_is_of_an_architecture_with_a_head(tmp_path: Path) -> Non
     assert "lfm2" in problems(f"pretrain={tmp_path / 'bad'}", file=file)["pretrain"]
 
 
-def test_the_issue_is_one_of_a_runs_settings(tmp_path: Path) -> None:
+def test_each_role_is_checked_with_its_own_attention(tmp_path: Path) -> None:
+    write_family(tmp_path, "stablelm")
+    names = (f"pretrain={tmp_path}", f"reference.{FOLDER}={tmp_path}", "use_kl_loss=true", "kl_loss_coef=0.1")
+    own = ("actor_train.model_args.attn_implementation=sdpa", "reference.model_args.attn_implementation=auto")
+    assert list(problems(*names)) == ["pretrain", f"reference.{FOLDER}"]
+    assert problems(*names, own[0]) == {}
+    assert list(problems(*names, *own)) == [f"reference.{FOLDER}"]
+
+
+def test_a_run_is_checked_where_its_settings_load_no_model_code(tmp_path: Path) -> None:
+    """The control service checks settings on its event loop."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba7"}))
     config = validate_tree(compose_tree(QUICKSTART, [f"pretrain={tmp_path}"]))
-    assert any("mamba7" in issue.message for issue in check_settings(config, cores=2) if issue.path == "pretrain")
+    assert any("mamba7" in issue.message for issue in check_run(config, cores=2) if issue.path == "pretrain")
+    assert not any("mamba7" in issue.message for issue in check_settings(config, cores=2))
