@@ -208,7 +208,8 @@ def _load_run_config(arguments: ModelArguments) -> RunConfig:
     if not issues and model != "tiny" and not (Path(model) / "config.json").is_file():
         issues = [ConfigIssue("pretrain", f"{model} is no Hugging Face model folder: it has no config.json")]
     if issues:
-        raise ConfigError([replace(issue, path=f"config.{issue.path}") for issue in issues])
+        key = "config.pretrain" if "pretrain" in arguments.config else "run: pretrain"
+        raise ConfigError([replace(issue, path=key) for issue in issues])
     return config.model_copy(update={"pretrain": model})
 
 

@@ -125,6 +125,9 @@ def test_folder_without_a_model_is_rejected(build: Callable[[dict[str, Any]], ob
     args = {"redis_url": URL, "folder": "t", "run": "quickstart.yaml", "config": {"pretrain": "./models/typo"}}
     with pytest.raises(ConfigError, match=r"config\.pretrain: ./models/typo is no Hugging Face model folder"):
         build(args)
+    Path("my.yaml").write_text("pretrain: ./models/typo\ncustom_envs: {}\n")
+    with pytest.raises(ConfigError, match=r"run: pretrain: \./models/typo is no Hugging Face model folder"):
+        build({"redis_url": URL, "folder": "t", "run": "my.yaml"})
 
 
 @pytest.mark.parametrize("key", ["read_token_file", "tokens"])
