@@ -29,7 +29,8 @@ Body = TypeVar("Body")
 class MessageFormat(Generic[Body]):
     def __init__(self, kind: str, body: type[Body]) -> None:
         self._kind = kind
-        self._decoder: msgspec.msgpack.Decoder[tuple[str, int, Body]] = msgspec.msgpack.Decoder(tuple[str, int, body])
+        envelope: Any = tuple[str, int, body]  # no type expression: `body` is known at run time alone
+        self._decoder: msgspec.msgpack.Decoder[tuple[str, int, Body]] = msgspec.msgpack.Decoder(envelope)
 
     def pack(self, body: Any) -> bytes:
         """Encode, or raise `CodecError`."""
