@@ -95,9 +95,11 @@ def exported_weights(module: nn.Module, form: WeightForm, wrapper: str) -> Itera
 def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield what a checkpoint has: parameters, tied ones once, and persistent buffers."""
     yield from module.named_parameters()
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, nn.Parameter):
-            yield name, tensor
+    # not by `state_dict`: FSDP2 frees gathered parameters at each call of it
+    for path, owner in module.named_modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and name not in owner._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
 
 
 def merged_weights(module: nn.Module) -> Iterator[ExportedWeight]:
