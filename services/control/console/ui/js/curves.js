@@ -129,8 +129,7 @@ export async function show(context, main) {
       const place = h("div", { class: "chart" });
       const last = answers.map((answer) => short(answer.last[name])).join(", ");
       requestAnimationFrame(() => present.length && plots.push(plot(place, name, present, axis, band, marks)));
-      const newest = h("p", { class: "soft" }, `newest: ${last}`);
-      return h("section", {}, h("h2", {}, name), ...(present.length ? [newest, place] : [h("p", { class: "soft" }, "The runs have no such metric.")]));
+      return h("section", {}, h("h2", {}, name), h("p", { class: "soft" }, present.length ? `newest: ${last}` : "The runs have no such metric."), present.length ? place : "");
     }));
   };
   await draw();
