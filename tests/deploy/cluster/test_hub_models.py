@@ -1,5 +1,6 @@
 """Runs over REST whose model has to be downloaded: answered at once, started when it is there, failed with the reason."""
 
+import math
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -83,7 +84,8 @@ class Control:
 @pytest.fixture
 async def control(redis_url: str, tmp_path: Path, folder: Path) -> AsyncIterator[Control]:
     async with AsyncRedis.from_url(redis_url) as redis:
-        factory, store = MeshRunFactory(redis, redis_url, tmp_path), RunStore(redis)
+        factory = MeshRunFactory(redis, redis_url, tmp_path)
+        store = RunStore(redis, orphaned_after_s=math.inf)  # a test reconciles by hand, and a check may take long
 
         def build_mesh(record: RunRecord) -> RunMesh:
             return factory.build_mesh(record) if record.downloads else FakeMesh()
