@@ -50,13 +50,18 @@ def as_trajectory(captured: Captured) -> Trajectory:
     )
 
 
-async def test_a_linear_conversation_is_one_sequence_of_the_sent_tokens(plain: ChatTemplate):
-    policy = Scripted(plain, ["one", "two", "three"])
-    session = session_of(policy)
+async def converse(session: EpisodeSession) -> Captured:
+    """Ask three times, each time with all that was said before."""
     messages = [user("a")]
     for word in ("b", "c", "d"):
         messages += [await ask(session, *messages), user(word)]
-    captured = session.close()
+    return session.close()
+
+
+async def test_a_linear_conversation_is_one_sequence_of_the_sent_tokens(plain: ChatTemplate):
+    policy = Scripted(plain, ["one", "two", "three"])
+    session = session_of(policy)
+    captured = await converse(session)
     (segment,) = captured.segments
     assert segment.tokens.tolist() == [*policy.sent[2], *policy.made[2].token_ids]
     assert [policy.sent[i + 1][: len(policy.sent[i])] == policy.sent[i] for i in range(2)] == [True, True]
@@ -84,10 +89,7 @@ async def test_a_template_that_closes_a_conversation_continues_it(closing: str):
     closes = PLAIN.replace("{% endif %}", f"{{% else %}}{closing}{{% endif %}}")
     policy = Scripted(chat_template(closes), ["one", "two", "three"])
     session = session_of(policy)
-    messages = [user("a")]
-    for word in ("b", "c", "d"):
-        messages += [await ask(session, *messages), user(word)]
-    captured = session.close()
+    captured = await converse(session)
     (segment,) = captured.segments
     assert trained(segment) == [token for made in policy.made for token in made.token_ids]
     assert captured.metrics["unverified_messages"] == 0
