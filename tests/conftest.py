@@ -13,6 +13,7 @@ import pytest
 import redis
 from hypothesis import settings
 
+from offbeat.services.errors import escape_surrogates
 from offbeat.services.process import free_port, uncollected_imports
 from tests.waiting import wait_until_sync
 
@@ -35,6 +36,14 @@ def pytest_collection() -> Generator[None, object, object]:
     """Import the tests' modules, and with them torch, Ray and vLLM, without collecting garbage."""
     with uncollected_imports():
         return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Escape lone surrogates in what a test logged: an xdist worker sends reports as UTF-8, and ended."""
+    report = yield
+    report.sections = [(name, escape_surrogates(text)) for name, text in report.sections]
+    return report
 
 
 @pytest.fixture(autouse=True)

@@ -48,8 +48,8 @@ def test_hidden_pages_leave_the_connections_to_others_and_miss_no_event(
     """A browser opens six connections to a host."""
     pages = [page, *(page.context.new_page() for _ in range(6))]
     for each in pages:
-        with each.expect_response("**/events?*"):
-            each.goto(f"{control_url}/ui/#/mesh/lake")
+        each.goto(f"{control_url}/ui/#/mesh/lake")
+        each.get_by_text("created {").wait_for()  # the stream's first event
         if each is not pages[-1]:
             show(each, hidden=True)
     with Redis.from_url(redis_url) as redis:
@@ -60,7 +60,7 @@ def test_hidden_pages_leave_the_connections_to_others_and_miss_no_event(
         show(page, hidden=False)
     assert reopened.value.headers["last-event-id"]
     page.get_by_text("learner is ready again").wait_for()
-    assert page.get_by_text("wanted").count() == pages[-1].get_by_text("wanted").count()
+    assert page.get_by_text("created {").count() == 1
 
 
 def test_a_lost_stream_is_said_and_goes_on_after_its_last_event(control_url: str, redis_url: str, page: Any) -> None:
