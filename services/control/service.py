@@ -8,6 +8,7 @@ import math
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, suppress
+from functools import partial
 from typing import Any, Protocol
 
 from offbeat.services.control.claims import claim_chosen
@@ -146,7 +147,12 @@ class ControlService:
             self._slots.release()
 
     async def create(
-        self, document: str | dict[str, Any], *, dry_run: bool = False, rights: Rights = UNRESTRICTED
+        self,
+        document: str | dict[str, Any],
+        *,
+        dry_run: bool = False,
+        is_fork: bool = False,
+        rights: Rights = UNRESTRICTED,
     ) -> tuple[RunView | None, bool]:
         """Start a run, or validate it with `dry_run`; return its view and whether it is new.
 
@@ -154,7 +160,7 @@ class ControlService:
             InvalidRunError: invalid configuration.
             NotAllowedError: beyond the caller's rights.
             TooManyValidationsError: try again.
-            RunExistsError: active with another configuration, or ending.
+            RunExistsError: active with another configuration, or ending; for a fork, ended, too.
             BusyError: another run has claimed a resource.
         """
 
@@ -165,7 +171,7 @@ class ControlService:
         if dry_run:
             await validate()
             return None, False
-        record, created = await claim_chosen(validate, self.store.create)
+        record, created = await claim_chosen(validate, partial(self.store.create, is_fork=is_fork))
         self._wake()
         return await self._overview.view(record), created
 

@@ -65,14 +65,14 @@ class RunStore:
         return ComponentStore(self.redis, self.clock)
 
     @repeat_transaction
-    async def create(self, spec: RunSpec, *, takeover: bool = False) -> tuple[RunRecord, bool]:
+    async def create(self, spec: RunSpec, *, takeover: bool = False, is_fork: bool = False) -> tuple[RunRecord, bool]:
         """Record a run; return the record, and whether it is new. Idempotent.
 
         An ended run of that name is resumed if `spec.resume`, with its settings unless overridden; else deleted and its
-        learners fenced. takeover: treat an active run as inactive.
+        learners fenced. takeover: treat an active run as inactive. is_fork: neither resume nor delete an ended run.
 
         Raises:
-            RunExistsError: active with another configuration, or ending.
+            RunExistsError: active with another configuration, or ending; for a fork, ended, too.
             BusyError: another active run has claimed a resource.
         """
         keys, claimed = RunKeys(spec.run_id), claim_keys(spec)
@@ -91,6 +91,8 @@ class RunStore:
                 raise RunExistsError(
                     f"run {spec.run_id!r} is {old.state}: stop it first, or choose another name{self._hint(old)}"
                 )
+            if old and is_fork:
+                raise RunExistsError(f"run {spec.run_id!r} exists: delete it first, or choose another exp_name")
             claims = await self.find_claims(spec)
             record = self._new(spec, old if spec.resume else None)
             stale = [] if spec.resume else await self._keys_of(spec.run_id)

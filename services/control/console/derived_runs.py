@@ -49,7 +49,7 @@ class DerivedRuns:
         record = await self._service.store.load(run_id)
         checkpoint = await asyncio.to_thread(self._service.factory.find_checkpoint, record, step)
         tree = fork_config(json.loads(record.config), record, step, checkpoint, changes)
-        view, created = await self._service.create(tree, rights=rights)
+        view, created = await self._service.create(tree, is_fork=True, rights=rights)
         assert view is not None
         return view, created
 

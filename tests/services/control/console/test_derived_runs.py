@@ -50,6 +50,18 @@ async def test_a_fork_is_a_new_run_from_the_checkpoint(api: ApiHarness, runs: Pa
     assert again.status_code == 200
 
 
+@pytest.mark.usefixtures("checkpoint")
+@pytest.mark.parametrize("name", ["lake-fork-2", "pond"])
+async def test_a_fork_neither_resumes_nor_replaces_an_ended_run(api: ApiHarness, name: str) -> None:
+    await api.http.post("/runs/lake/fork?step=2", json={"exp_name": name})
+    first = await api.record(name)
+    await api.store.update(name, state=RunState.FINISHED)
+    again = await api.http.post("/runs/lake/fork?step=2", json={"exp_name": name, "max_steps": 10})
+    assert (again.status_code, code(again)) == (409, "run_exists")
+    assert "delete it first, or choose another exp_name" in again.json()["error"]["message"]
+    assert (await api.record(name)).uid == first.uid
+
+
 async def test_a_fork_needs_a_checkpoint_of_that_step(api: ApiHarness, checkpoint: Path) -> None:
     answer = await api.http.post("/runs/lake/fork?step=3", json={})
     assert (answer.status_code, code(answer)) == (404, "not_recorded")
