@@ -19,6 +19,8 @@ _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _MATH_DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:,(?:\\!)?|\{,\}|\\[,!:; ]| )\d{3})+(?!\d)")
+_PLAIN_COMMA = re.compile(r"(?<![{\\]),(?!\\!)")
+_SPACED_COMMA = re.compile(r"(?<![{\\]),(?:\s|~|\\[ ,;:])")
 _SPACE = re.compile(r"(?<!\\)\\[ ,;:!]|~")
 _SEPARATORS = re.compile(
     r",|;|\\\\|\n|[<>]|\\(?:le|leq|leqslant|ge|geq|geqslant|lt|gt|ne|neq|to|mapsto|iff|implies|pm|mp|mid|cup|cap|lor|land|vee|wedge)"
@@ -62,20 +64,50 @@ def last_boxed(text: str) -> str | None:
     return text[slice(*content)]
 
 
-def unwrap(text: str) -> str | None:
-    r"""Return the content of boxes and math delimiters around the whole text, if one short formula."""
+def read_formula(text: str) -> list[str]:
+    r"""Return the content of boxes and math delimiters around the whole text; empty unless one short formula.
+
+    Two texts, if commas may group a number's digits or separate values, as in `100,200`.
+    """
     if len(text) > 2 * MAX_CHARS:
-        return None
+        return []
     inner: str | None = text.strip()
     while inner is not None:
         text, inner = inner.rstrip(". \n"), _inside(inner.rstrip(". \n"))
     if text.count(r"\boxed") == 1 and last_boxed(text) is not None:  # n = \boxed{12}
         text = re.sub(r"\\boxed\s*(?=\{)", "", text)
-    text = _THOUSANDS.sub(lambda number: re.sub(r"\D", "", number[0]), text)
+    texts = dict.fromkeys(_normalize(_resolve_commas(text, joins=joins)) for joins in (True, False))
+    return [each for each in texts if not _DOLLAR.search(each) and not _BOX.search(each)]
+
+
+def _normalize(text: str) -> str:
     text = _SPACE.sub(" ", text)
     if number := _SCIENTIFIC.fullmatch(text):
-        text = rf"{number[1]} \times 10^{{{int(number[2])}}}"
-    return None if _DOLLAR.search(text) or _BOX.search(text) else text
+        return rf"{number[1]} \times 10^{{{int(number[2])}}}"
+    return text
+
+
+def _resolve_commas(text: str, *, joins: bool) -> str:
+    """Join the digits of numbers, and put a space after commas between values. joins: how to read what may be either."""
+    is_spaced = _SPACED_COMMA.search(text) is not None
+
+    def resolve(number: re.Match[str]) -> str:
+        first, *groups = re.split(r"\D+", number[0])
+        if not _PLAIN_COMMA.search(number[0]):
+            is_number = True
+        elif first[0] == "0" or any(group[0] == "0" for group in groups):
+            is_number = first[0] != "0"
+        else:  # (100,200) is a point; (100,200, 300) may have two coordinates
+            is_number = joins and (is_spaced or _depth(text[: number.start()]) == 0)
+        return "".join((first, *groups)) if is_number else _PLAIN_COMMA.sub(", ", number[0])
+
+    return _THOUSANDS.sub(resolve, text)
+
+
+def _depth(text: str) -> int:
+    r"""Return how many of ( [ \{ are open."""
+    brackets = _BRACKETS.findall(text)
+    return sum(each in ("(", "[", r"\{") for each in brackets) - sum(each in (")", "]", r"\}") for each in brackets)
 
 
 def _inside(text: str) -> str | None:

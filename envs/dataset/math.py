@@ -10,7 +10,7 @@ from offbeat.envs.dataset.env import (
     QuestionsConfig,
     last_group,
 )
-from offbeat.envs.dataset.final_answer import candidates, last_boxed, unwrap
+from offbeat.envs.dataset.final_answer import candidates, last_boxed, read_formula
 from offbeat.envs.dataset.math_checker import is_equal
 from offbeat.envs.dataset.rows import Row
 from offbeat.envs.optional_imports import require
@@ -52,9 +52,12 @@ class MathEnv(QuestionEnv[MathConfig]):
 
 
 def matches(gold: str, answer_text: str) -> bool:
-    answer = unwrap(answer_text)
     boxed = last_boxed(gold)
-    gold = unwrap(gold if boxed is None else boxed) or gold
+    golds = read_formula(gold if boxed is None else boxed) or [gold]
+    return any(_is_same(each, answer) for answer in read_formula(answer_text) for each in golds)
+
+
+def _is_same(gold: str, answer: str) -> bool:
     if not answer:
         return False
     if answer == gold:
