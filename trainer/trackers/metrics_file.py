@@ -40,10 +40,10 @@ class MetricsFile:
         self._rows.append({**row, "labels": record.labels, "values": values, "parts": parts, **samples})
 
     def flush(self) -> None:
-        """Write the records; repeatable. Raises OSError."""
-        if self._rows:
-            self._lines.append(self._rows)
-            self._rows = []
+        """Write the records. Raises OSError: they are not in the file, which has to be opened again for them."""
+        rows, self._rows = self._rows, []
+        if rows:
+            self._lines.append(rows)
 
     def close(self) -> None:
         try:

@@ -24,9 +24,9 @@ class TensorBoard(Tracker):
         self._events, self._summaries = cast(Any, event_pb2), cast(Any, summary_pb2)
         self._tensors, self._types = cast(Any, tensor_pb2), cast(Any, types_pb2)
         self._writer: Any = EventFileWriter(str(log_dir or run.folder))
-        if run.resumed_step > 0:
-            start = self._events.SessionLog(status=self._events.SessionLog.START)
-            self._writer.add_event(self._events.Event(step=run.resumed_step + 1, session_log=start))
+        # also from step 0: a learner may have died before its first checkpoint
+        start = self._events.SessionLog(status=self._events.SessionLog.START)
+        self._writer.add_event(self._events.Event(step=run.resumed_step + 1, session_log=start))
 
     def write(self, row: Row) -> None:
         make = self._summaries.Summary

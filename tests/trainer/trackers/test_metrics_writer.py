@@ -1,6 +1,7 @@
 """Metric records are written exactly once, across learner restarts."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
+from offbeat.services.jsonl import LinesFile
 from offbeat.services.telemetry import (
     MetricRecord,
     Partial,
@@ -51,17 +53,21 @@ def test_records_reach_metrics_file_and_tensorboard(redis_url: str, tmp_path: Pa
     assert scalars(tmp_path, "eval/greedy/success") == [(1, 0.5)]
 
 
-def test_resume_continues_after_last_record_and_purges_repeated_steps(redis_url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("resumed_step", [0, 1])
+def test_resume_continues_after_last_record_and_purges_repeated_steps(
+    redis_url: str, tmp_path: Path, resumed_step: int
+) -> None:
     with Redis.from_url(redis_url) as redis:
         sink = RedisMetrics(redis, "run")
         with MetricsWriter(redis, "run", tmp_path, ["tensorboard"], 0):
             for step in (1, 2, 3):
                 sink.append(record(step, 0.0))
-        with MetricsWriter(redis, "run", tmp_path, ["tensorboard"], 1):
-            for step in (2, 3):
+        repeated = range(resumed_step + 1, 4)
+        with MetricsWriter(redis, "run", tmp_path, ["tensorboard"], resumed_step):
+            for step in repeated:
                 sink.append(record(step, 1.0))
-    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 2, 3]
-    assert scalars(tmp_path, "learner/reward") == [(1, 0.0), (2, 1.0), (3, 1.0)]
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, *repeated]
+    assert scalars(tmp_path, "learner/reward") == [(step, float(step > resumed_step)) for step in (1, 2, 3)]
 
 
 def test_truncated_last_line_is_removed(tmp_path: Path) -> None:
@@ -103,6 +109,45 @@ def test_records_stay_in_the_stream_while_the_file_is_unwritable(
         wait_until_sync(lambda: "cannot write metrics" in caplog.text)
         in_the_way.rmdir()
         wait_until_sync(lambda: len(rows(tmp_path)) == 1)
+    assert scalars(tmp_path, "learner/reward") == [(1, 0.25)]
+
+
+def test_metrics_file_goes_on_while_tensorboard_can_not_be_written(
+    redis_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offbeat.trainer.trackers.metrics_writer.TRACKER_RETRY_S", 0.0)
+    in_the_way = tmp_path / "tensorboard"
+    in_the_way.write_text("a file")
+    with Redis.from_url(redis_url) as redis, MetricsWriter(redis, "run", tmp_path, ["tensorboard"], 0):
+        sink = RedisMetrics(redis, "run")
+        for step in (1, 2, 3):
+            sink.append(record(step, 0.25))
+            wait_until_sync(lambda step=step: len(rows(tmp_path)) == step)
+        wait_until_sync(lambda: "tensorboard can't be written" in caplog.text)
+        in_the_way.unlink()
+        sink.append(record(4, 0.5))
+        wait_until_sync(lambda: len(rows(tmp_path)) == 4)
+    assert scalars(tmp_path, "learner/reward")[-1] == (4, 0.5)
+
+
+def test_retries_at_a_full_disk_double_nothing_and_leak_no_descriptor(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offbeat.trainer.trackers.metrics_writer.RETRY_S", 0.01)
+    failures: list[int] = []
+    append = LinesFile.append
+
+    def fail_first(lines: LinesFile, rows: Any) -> None:
+        if len(failures) < 21:
+            failures.append(len(os.listdir("/proc/self/fd")))
+            raise OSError(28, "No space left on device")
+        append(lines, rows)
+
+    monkeypatch.setattr(LinesFile, "append", fail_first)
+    with Redis.from_url(redis_url) as redis, MetricsWriter(redis, "run", tmp_path, ["tensorboard"], 0):
+        RedisMetrics(redis, "run").append(record(1, 0.25))
+        wait_until_sync(lambda: len(rows(tmp_path)) == 1)
+    assert max(failures) - min(failures) <= 2
     assert scalars(tmp_path, "learner/reward") == [(1, 0.25)]
 
 
