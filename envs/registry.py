@@ -106,6 +106,10 @@ def find_factory(env_type: str) -> EnvFactory:
     path = BUILT_IN.get(env_type) or (env_type if ":" in env_type else _entry_point_path(env_type))
     try:
         factory: object = load_object(path)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"env_type {env_type!r}: {error}: add its folder to PYTHONPATH (for a deployed mesh, before `ray start`)"
+        ) from error
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"env_type {env_type!r}: {error}") from error
     except Exception as error:  # a user's module may raise anything

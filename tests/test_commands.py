@@ -5,14 +5,16 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
 from jsonschema import Draft7Validator
+from omegaconf import OmegaConf
 from typer.core import TyperArgument, TyperCommand, TyperOption
 
 from offbeat.deploy.cli.env_template import write_template
+from offbeat.deploy.config.checks.run import check_settings
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import compose_tree, find_config, is_known, validate_tree
 from offbeat.deploy.site.cli_page import all_commands
@@ -31,6 +33,7 @@ TAKE_CONFIG = (
     "offbeat config show",
     "offbeat rollout",
     "offbeat runs start",
+    "offbeat tinker",
 )
 
 INLINE = re.compile(r"`(offbeat [a-z][^`]*)`")
@@ -136,6 +139,18 @@ def test_a_tutorials_own_files_and_names_fit_its_commands(page: Path, tmp_path: 
     for block in read_blocks(page):
         if block.language == "python":
             compile(block.text, block.title or page.name, "exec")
+
+
+@pytest.mark.parametrize("page", ["lora", "staleness"])
+def test_a_tutorials_keys_work_beside_the_quickstarts(page: str):
+    quickstart = OmegaConf.create(compose_tree(Path("quickstart")))
+    blocks = read_blocks(ROOT / "docs" / "tutorials" / f"{page}.md")
+    fragments = [block for block in blocks if block.language == "yaml"]
+    assert fragments
+    for block in fragments:
+        merged = OmegaConf.to_container(OmegaConf.merge(quickstart, OmegaConf.create(block.text)))
+        problems = check_settings(validate_tree(cast(dict[str, Any], merged)))
+        assert problems == [], f"{page}.md: {block.text}"
 
 
 def check_config(words: Sequence[str], *, must_exist: bool = False) -> None:

@@ -69,12 +69,11 @@ def random_episode(env: {cls}, rng: np.random.Generator) -> list[dict[str, str]]
 
 TEST = """from {name} import {cls}
 
-from offbeat.envs.contract import check_contract
+from offbeat.testing import assert_env
 
 
 def test_the_env_holds_the_contract():
-    report = check_contract("{name}:{cls}", {{}})
-    assert not report.problems, report.problems
+    assert_env("{name}:{cls}")
 
 
 def test_the_larger_number_is_paid():
@@ -100,8 +99,6 @@ rollout_batch_size: 64
 sequence_length: 64
 max_steps: 60
 reward_normalization: {{method: mean}}
-actor_train:
-  training_args: {{learning_rate: 1.0e-3}}
 """
 
 

@@ -7,7 +7,7 @@ from offbeat.deploy.config.schema import FILE, run_schema_text
 
 README = """# {title}
 
-An env, trained with [Offbeat](https://pypi.org/project/offbeat/) by reinforcement learning.
+An env, trained with Offbeat by reinforcement learning.
 
 | File | |
 |---|---|

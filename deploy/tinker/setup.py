@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 
@@ -15,6 +16,7 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.sharing import SHARED_UTILIZATION
 from offbeat.deploy.config.vocabulary import collect_words
 from offbeat.deploy.run_folder import make_private
+from offbeat.deploy.run_marker import identify
 from offbeat.deploy.run_setup import digest_base, load_architecture, model_folder, write_policy
 from offbeat.deploy.tinker.child import SupervisedChild
 from offbeat.deploy.tinker.open_service import ServiceSettings
@@ -45,6 +47,7 @@ class TinkerSetup:
         self._name = name
         self._model = model_folder(config).resolve()
         self.root = config.output_dir.resolve() / TINKER
+        _check_folder(config, self.root)
         make_private(config.output_dir)
         (self.root / "logs").mkdir(parents=True, exist_ok=True)
         claim_folder(self.root, self._model, config.actor_train.model_args, config.seed, _digest_base(config))
@@ -99,6 +102,15 @@ class TinkerSetup:
     @property
     def _context(self) -> int:
         return self._config.actor_infer.engine.max_model_len or self._config.sequence_length
+
+
+def _check_folder(config: RunConfig, root: Path) -> None:
+    """Refuse a run's folder: the server would replace its policy, and its Redis would keep the run from resuming."""
+    if not root.is_dir() and (run := identify(config.output_dir)):
+        raise MeshError(
+            f"output_dir {config.output_dir} is the folder of run {run.run_id!r}: set a folder of its own, such as "
+            "output_dir=runs/tinker"
+        )
 
 
 def _check_model(config: RunConfig) -> None:

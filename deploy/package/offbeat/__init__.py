@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from offbeat.envs.contract import ContractReport
     from offbeat.envs.task_samplers import TaskSampler
     from offbeat.services.errors import RetryableError
-    from offbeat.services.messages.types import Group
+    from offbeat.services.messages.types import Group, Trajectory
     from offbeat.services.rollout.agents.task import AgentTask
+    from offbeat.trainer.data.batch import Batch
+    from offbeat.trainer.losses.policy_loss import LossInputs
     from offbeat.trainer.trackers.base import Row, TrackedRun, Tracker
 
     __version__: str
@@ -35,12 +37,14 @@ hide_mismatched()
 
 _MODULES = {
     "AgentTask": "services.rollout.agents.task",
+    "Batch": "trainer.data.batch",
     "Client": "deploy.api.client",
     "Config": "envs.config",
     "ConfigError": "deploy.config.errors",
     "ContractReport": "envs.contract",
     "Episode": "deploy.api.episode",
     "Group": "services.messages.types",
+    "LossInputs": "trainer.losses.policy_loss",
     "RetryableError": "services.errors",
     "Row": "trainer.trackers.base",
     "Run": "deploy.api.run",
@@ -50,6 +54,7 @@ _MODULES = {
     "TaskSampler": "envs.task_samplers",
     "TrackedRun": "trainer.trackers.base",
     "Tracker": "trainer.trackers.base",
+    "Trajectory": "services.messages.types",
     "check_env": "deploy.api.episode",
     "connect": "deploy.api.client",
     "load_config": "deploy.api.run",
@@ -80,6 +85,9 @@ __all__ = [  # noqa: RUF022 (in the order in which a reader needs them)
     "TrackedRun",
     "Row",
     "Group",
+    "Trajectory",
+    "Batch",
+    "LossInputs",
     "Config",
     "__version__",
 ]

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from offbeat.deploy import run_folder
 from offbeat.deploy.config.loader import read_run
 from offbeat.deploy.tinker.setup import TinkerSetup
 from offbeat.services.errors import MeshError
@@ -25,6 +26,13 @@ def test_more_than_one_engine_or_learner_is_refused_with_its_key(tmp_path: Path,
     with pytest.raises(MeshError, match=f"{key}: 2: a Tinker server has one engine and one learner: set it to 1"):
         TinkerSetup(read_run(Path("quickstart"), [f"output_dir={tmp_path}", f"{key}=2"]))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_runs_folder_is_refused(tmp_path: Path) -> None:
+    run_folder.claim(tmp_path / "run", "lake", resume=False)
+    with pytest.raises(MeshError, match="run is the folder of run 'lake': set a folder of its own"):
+        prepare(tmp_path)
+    assert not (tmp_path / "run" / "policy").exists()
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cuda", "bfloat16"), ("cpu", "float32")])
