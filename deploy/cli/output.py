@@ -33,7 +33,7 @@ class _Stream(io.FileIO):
 
 @contextmanager
 def discard_unwritable(on_closed: Callable[[], None]) -> Iterator[None]:
-    """Discard output that can't be written any more, instead of raising OSError.
+    """Discard output that can't be written any more, and escape characters that the encoding lacks, instead of raising.
 
     on_closed: called when the reader of a pipe has exited. A terminal that is gone sends SIGHUP.
     """
@@ -52,4 +52,4 @@ def _wrap(stream: TextIO | None, on_closed: Callable[[], None]) -> TextIO:
         return Path(os.devnull).open("w", encoding="utf-8")
     stream.flush()
     buffer = io.BufferedWriter(_Stream(stream.fileno(), on_closed))
-    return io.TextIOWrapper(buffer, encoding=stream.encoding, errors=stream.errors, line_buffering=True)
+    return io.TextIOWrapper(buffer, encoding=stream.encoding, errors="backslashreplace", line_buffering=True)

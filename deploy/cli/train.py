@@ -104,9 +104,8 @@ def _train(config: RunConfig, resume: str, aside: Path | None) -> int:
             view.print(f"An earlier run was moved to {_short_path(aside)}.")
         try:
             return asyncio.run(command.run())
-        except (Exception, SystemExit) as error:  # a bug: no started process may outlive this command
+        except (Exception, SystemExit) as error:  # a bug
             logger.exception("the command failed")
-            command.kill()
             view.close()
             view.print(f"offbeat failed: {error!r}\nRead {_short_path(config.output_dir / LOGS / 'offbeat.log')}")
             return FAILED
@@ -126,6 +125,17 @@ class TrainCommand:
         self._warned: set[str] = set()
 
     async def run(self) -> int:
+        """Run to an exit code; no started process outlives an unexpected error.
+
+        They are killed here, as the event loop's end waits for threads that wait for them.
+        """
+        try:
+            return await self._run()
+        except BaseException:
+            self._mesh.kill()
+            raise
+
+    async def _run(self) -> int:
         self._catch_signals()
         try:
             await self._run_until_interrupted(self._run_to_its_end())
@@ -144,9 +154,6 @@ class TrainCommand:
     def interrupt(self) -> None:
         """Stop with a checkpoint."""
         self._interrupted.set()
-
-    def kill(self) -> None:
-        self._mesh.kill()
 
     async def _run_until_interrupted(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work, name="run")

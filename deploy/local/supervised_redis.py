@@ -62,7 +62,7 @@ class SupervisedRedis:
             try:
                 await asyncio.get_running_loop().run_in_executor(self._thread, self._server.restart)
                 return
-            except MeshError as error:
+            except (MeshError, OSError) as error:
                 if time.monotonic() > deadline:
                     raise MeshError(f"redis-server died and can't be restarted: {error}") from error
                 logger.error("can't restart redis-server, retrying: %s", error)

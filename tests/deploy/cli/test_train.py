@@ -125,6 +125,40 @@ class FakeMesh:
         assert outcome is RunState.FAILED
 
 
+FAILS = """
+import asyncio, subprocess, sys
+from pathlib import Path
+from offbeat.deploy.config.loader import load_run
+from offbeat.deploy.cli.train import TrainCommand, _train
+
+class Mesh:
+    def __init__(self):
+        self.ray = subprocess.Popen(["sleep", "60"], stdout=subprocess.PIPE)
+    def kill(self):
+        self.ray.kill()
+
+async def fail(self):
+    self._mesh = Mesh()
+    supervision = asyncio.create_task(asyncio.to_thread(self._mesh.ray.stdout.read))
+    await asyncio.sleep(0.1)
+    self._view.print("\u7b54 was sampled")
+    raise OSError("no space left")
+
+TrainCommand._run_to_its_end = fail
+sys.exit(_train(load_run(Path(sys.argv[1]), [f"output_dir={sys.argv[2]}"]), "", None))
+"""
+
+
+def test_a_bug_ends_the_command_while_a_thread_waits_for_ray(tmp_path: Path):
+    """In a terminal that lacks the characters of an answer, too."""
+    (tmp_path / "run").mkdir()
+    command = [sys.executable, "-c", FAILS, str(QUICKSTART), str(tmp_path / "run")]
+    env = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=env)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.startswith("\\u7b54 was sampled\noffbeat failed: OSError('no space left')\n")
+
+
 TALKS = """
 import asyncio, signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a suite under nohup ignores it, as would the command

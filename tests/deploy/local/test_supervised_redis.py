@@ -76,3 +76,21 @@ async def test_a_server_that_can_not_be_restarted_ends_the_mesh(tmp_path: Path, 
         os.kill(redis.pid, signal.SIGKILL)
         with pytest.raises(MeshError, match=r"died and can't be restarted: redis\.server: .* does not exist"):
             await asyncio.wait_for(supervision, 30)
+
+
+async def test_a_disk_error_of_a_restart_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    redis = SupervisedRedis(tmp_path, RedisConfig())
+    errors = [OSError("input/output error")]
+    async with supervised(redis):
+        before = redis.pid
+        assert before is not None
+        monkeypatch.setattr(
+            "offbeat.services.redis.server.drop_torn_transactions", lambda _folder: errors and _raise(errors.pop())
+        )
+        os.kill(before, signal.SIGKILL)
+        await wait_until(lambda: redis.pid not in (None, before))
+    assert not errors
+
+
+def _raise(error: Exception) -> None:
+    raise error
