@@ -2,6 +2,7 @@
 
 import ast
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, cast
 
@@ -35,6 +36,8 @@ class CodeConfig(QuestionsConfig):
     """Limits per test."""
     max_tests: int | None = Field(default=None, ge=1)
     """Maximum tests, from the first."""
+    max_total_s: float = Field(default=20.0, gt=0)
+    """Time for a program's tests, s; those not started count as failed."""
 
     @field_validator("answer_pattern")
     @classmethod
@@ -58,7 +61,12 @@ class CodeEnv(QuestionEnv[CodeConfig]):
         if program is None:
             return Judgement(0.0, success=False, valid=False, metrics={"pass_rate": 0.0})
         tests = read_tests(row[self.config.answer_key])[: self.config.max_tests]
-        failures = [failure for test in tests if (failure := self._run_test(program, *test))]
+        deadline = time.monotonic() + self.config.max_total_s
+        failures: list[str] = []
+        for test in tests:
+            in_time = time.monotonic() < deadline  # else slow in every test, which must not become the step's timeout
+            if failure := self._run_test(program, *test) if in_time else "out of time":
+                failures.append(failure)
         rate = 1 - len(failures) / len(tests)
         reward = rate if self.config.reward == "pass_rate" else float(not failures)
         return Judgement(reward, not failures, True, failures[0] if failures else "", {"pass_rate": rate})

@@ -1,5 +1,6 @@
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,17 @@ def test_programs_are_run_against_their_tests(tmp_path: Path):
     partial.reset(seed=0)
     assert judged(partial, CODE.format("x * x")) == (1.0, True, True)
     assert judged(partial, CODE.format("x + 2")) == (0.5, False, True)
+
+
+@needs_sandbox
+def test_a_program_that_is_slow_in_every_test_is_wrong_within_max_total_s(tmp_path: Path):
+    rows = [{"question": "double", "tests": ["assert double(2) == 4"] * 10}]
+    limits = {"max_total_s": 1.5, "sandbox": {"timeout_s": 1}}
+    env = make("code", dataset_name=write(tmp_path / "code.jsonl", rows), split="any", **limits)
+    env.reset(seed=0)
+    began = time.monotonic()
+    assert judged(env, "```python\nwhile True: pass\n```") == (0.0, False, True)
+    assert time.monotonic() - began < 6
 
 
 @needs_sandbox
