@@ -1,9 +1,10 @@
 """Tool wrapper for any env, which never sees a call; rewards and end are unchanged."""
 
+import time
 from collections import Counter
 from collections.abc import Callable
-from functools import cached_property, partial
-from typing import Any, ClassVar, Literal, cast
+from functools import cached_property
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import gymnasium
 import numpy as np
@@ -13,7 +14,13 @@ from offbeat.envs import registry
 from offbeat.envs.config import Config
 from offbeat.envs.contract import random_answer
 from offbeat.envs.tools.functions import Call, read_calls, write_results
-from offbeat.envs.tools.tool_calls import AnyTool, OpenTool, ToolResult
+from offbeat.envs.tools.mcp_server import END_S
+from offbeat.envs.tools.tool_calls import AnyTool, McpTool, OpenTool, ToolResult, longest_call_s
+
+T = TypeVar("T")
+MIN_CALLS_S = 20.0
+"""Time of one answer's calls, if each of them may take less."""
+NO_TIME = "no time is left for this call: make fewer calls in one answer"
 
 
 class ToolEnvConfig(Config):
@@ -34,6 +41,16 @@ class ToolEnvConfig(Config):
     """Additional reward of an episode's first successful call with a result, of each seat."""
     split: str | None = Field(default=None, pattern="^(train|held_out|any)$")
     """For the wrapped env."""
+
+    @property
+    def calls_s(self) -> float:
+        """Return the time of one answer's calls."""
+        return max(MIN_CALLS_S, *map(longest_call_s, self.tools))
+
+    @property
+    def longest_step_s(self) -> float:
+        """Return the longest time of a step that calls tools."""
+        return self.calls_s + (END_S if any(isinstance(tool, McpTool) for tool in self.tools) else 0.0)
 
 
 class ToolEnv(gymnasium.Env[str, str]):
@@ -100,15 +117,16 @@ class ToolEnv(gymnasium.Env[str, str]):
         return self._env.render()
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        deadline = time.monotonic() + self.config.calls_s
         if self._by_name and (function_calls := read_calls(action)):
-            results = [self._count_use(partial(self._call_function, call)) for call in function_calls]
+            results = [self._count_use(self._call_function, call, deadline) for call in function_calls]
             return self._respond(
                 write_results([result.text if result else self._limit_message for result in results]), results
             )
         calls = [(tool, text) for tool in self._tools if (text := tool.find_call(action)) is not None]
         if calls and not self._by_name:
             tool, text = next((call for call in calls if call[0].accepts(call[1])), calls[0])
-            result = self._count_use(partial(tool.use, text))
+            result = self._count_use(tool.use, text, deadline)
             return self._respond(result.text if result else self._limit_message, [result])
         observation, reward, terminated, truncated, info = self._env.step(action)
         self._seat = str(info.get("seat", "")) if self.seats else ""
@@ -123,13 +141,16 @@ class ToolEnv(gymnasium.Env[str, str]):
             names = ", ".join(function.name for function, _ in functions)
             raise ValueError(f"tools: two functions share a name: {names}")
 
-    def _count_use(self, call: Callable[[], ToolResult]) -> ToolResult | None:
+    def _count_use(self, use: Callable[[T, float], ToolResult], call: T, deadline: float) -> ToolResult | None:
         self._uses[self._seat] += 1
-        return call() if self._uses[self._seat] <= self.config.max_tool_uses else None
+        if self._uses[self._seat] > self.config.max_tool_uses:
+            return None
+        left_s = deadline - time.monotonic()
+        return use(call, left_s) if left_s > 0 else ToolResult(NO_TIME, ok=False)
 
-    def _call_function(self, call: Call) -> ToolResult:
+    def _call_function(self, call: Call, timeout_s: float) -> ToolResult:
         if tool := self._by_name.get(call.name):
-            return tool.call_function(call)
+            return tool.call_function(call, timeout_s)
         return ToolResult(f"there is no function {call.name!r}; there is {', '.join(self._by_name)}", False)
 
     @property

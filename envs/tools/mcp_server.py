@@ -1,7 +1,7 @@
 """Connections to Model Context Protocol servers, one per server and process.
 
-Invariants: a call returns within its timeout; a dead server is restarted at the next call; the last env to close ends
-the server.
+Invariants: a call of a connected server returns within its timeout and `END_S`; a failed call leaves other envs
+the connection of a server that answers; a dead server is restarted at the next call; the last env to close ends the server.
 """
 
 import asyncio
@@ -18,7 +18,9 @@ CONNECT_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 3.0
 NOTHING = "(nothing was returned)"
 PROBE_TIMEOUT_S = 2.0
-"""After a timed-out call."""
+"""After a failed call."""
+END_S = PROBE_TIMEOUT_S + 2 * CLOSE_TIMEOUT_S
+"""Longest end of a call that fails."""
 
 
 class McpAddress(NamedTuple):
@@ -44,15 +46,16 @@ class McpServer:
         self._close_requested: asyncio.Event | None = None
         self._connection_task: asyncio.Task[None] | None = None
         try:
-            self.functions = self._run(_list_functions)
+            self.functions = self._run(_list_functions, address.timeout_s)
         except ValueError:
             self.close()
             raise
 
-    def call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
-        """Return (output, success)."""
+    def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> tuple[str, bool]:
+        """Return (output, success). timeout_s: if less than the server's."""
         try:
-            return self._run(lambda client: _call_tool(client, name, arguments))
+            timeout_s = min(timeout_s, self._address.timeout_s)
+            return self._run(lambda client: _call_tool(client, name, arguments), timeout_s)
         except ValueError as error:
             return str(error), False
 
@@ -62,22 +65,22 @@ class McpServer:
         self._thread.join()
         self._loop.close()
 
-    def _run(self, request: Callable[[Any], Awaitable[T]]) -> T:
-        """Run a request; raises ValueError. Reconnects later, unless a probe after a timeout is answered."""
-        return asyncio.run_coroutine_threadsafe(self._run_with_timeout(request), self._loop).result()
+    def _run(self, request: Callable[[Any], Awaitable[T]], timeout_s: float) -> T:
+        """Run a request; raises ValueError. Reconnects later, unless a probe after a failure is answered."""
+        return asyncio.run_coroutine_threadsafe(self._run_with_timeout(request, timeout_s), self._loop).result()
 
-    async def _run_with_timeout(self, request: Callable[[Any], Awaitable[T]]) -> T:
-        server, timeout_s = self._address.url or " ".join(self._address.command), self._address.timeout_s
+    async def _run_with_timeout(self, request: Callable[[Any], Awaitable[T]], timeout_s: float) -> T:
+        server, client = self._address.url or " ".join(self._address.command), None
         try:
             client = await self._connect_in_time()
             async with asyncio.timeout(timeout_s):
                 return await request(client)
         except TimeoutError:
-            await self._disconnect_if_dead()
-            raise ValueError(f"the MCP server {server} gave no answer in {timeout_s:g} s") from None
+            await self._disconnect_if_dead(client)
+            raise ValueError(f"the MCP server {server} gave no answer in {timeout_s:.3g} s") from None
         except Exception as error:
-            await self._disconnect()
-            raise ValueError(f"the MCP server {server} failed: {error or type(error).__name__}") from error
+            await self._disconnect_if_dead(client)
+            raise ValueError(f"the MCP server {server} failed: {str(error) or type(error).__name__}") from error
 
     async def _connect_in_time(self) -> Any:
         """Raises ConnectionError after `CONNECT_TIMEOUT_S`."""
@@ -93,17 +96,24 @@ class McpServer:
                 ready: asyncio.Future[Any] = self._loop.create_future()
                 self._close_requested = asyncio.Event()
                 self._connection_task = asyncio.create_task(self._keep_connection(ready, self._close_requested))
-                self._client = await ready
+                try:
+                    self._client = await ready
+                except BaseException:
+                    await self._disconnect()
+                    raise
             return self._client
 
-    async def _disconnect_if_dead(self) -> None:
-        """Disconnect unless the server answers a probe."""
+    async def _disconnect_if_dead(self, client: Any) -> None:
+        """Disconnect a failed call's client, unless a newer one has replaced it or the server answers a probe."""
+        if client is None or client is not self._client:
+            return
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                await _list_functions(self._client)
+                await client.list_tools(cache_mode="bypass")
         except Exception:
             # any failure is resolved by a new connection
-            await self._disconnect()
+            if client is self._client:
+                await self._disconnect()
 
     async def _keep_connection(self, ready: "asyncio.Future[Any]", close_requested: asyncio.Event) -> None:
         """Hold the connection open in the task that closes it."""
@@ -129,8 +139,13 @@ class McpServer:
 
 
 async def _list_functions(client: Any) -> tuple[Function, ...]:
-    listed = await client.list_tools()
-    return tuple(Function(tool.name, tool.description or "", dict(tool.input_schema)) for tool in listed.tools)
+    tools: list[Any] = []
+    cursor: str | None = None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        tools += page.tools
+        if (cursor := page.next_cursor) is None:
+            return tuple(Function(tool.name, tool.description or "", dict(tool.input_schema)) for tool in tools)
 
 
 async def _call_tool(client: Any, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
@@ -186,17 +201,17 @@ class McpSession:
         except ValueError:
             return False
 
-    def use(self, text: str) -> tuple[str, bool]:
+    def use(self, text: str, timeout_s: float) -> tuple[str, bool]:
         try:
-            return self.call_function(read_call(text))
+            return self.call_function(read_call(text), timeout_s)
         except ValueError as error:
             return str(error), False
 
-    def call_function(self, call: Call) -> tuple[str, bool]:
+    def call_function(self, call: Call, timeout_s: float) -> tuple[str, bool]:
         """Return (output, success)."""
         if call.name not in self._functions:
             return f"there is no function {call.name!r}; there is {', '.join(self._functions)}", False
-        return self._server.call(call.name, call.arguments)
+        return self._server.call(call.name, call.arguments, timeout_s)
 
     def close(self) -> None:
         SHARED.release(self._address)

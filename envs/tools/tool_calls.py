@@ -53,8 +53,8 @@ class OpenTool(Protocol):
         """Return whether the call is for this tool."""
         ...
 
-    def use(self, text: str) -> ToolResult:
-        """Make the call; the result describes failures."""
+    def use(self, text: str, timeout_s: float) -> ToolResult:
+        """Make the call; the result describes failures. timeout_s: if less than the tool's."""
         ...
 
     @property
@@ -62,8 +62,8 @@ class OpenTool(Protocol):
         """Functions for chat templates."""
         ...
 
-    def call_function(self, call: Call) -> ToolResult:
-        """Call a function; the result describes failures."""
+    def call_function(self, call: Call, timeout_s: float) -> ToolResult:
+        """Call a function; the result describes failures. timeout_s: if less than the tool's."""
         ...
 
     def close(self) -> None: ...
@@ -97,18 +97,18 @@ class StatelessTool(Tool):
         return True
 
     @abstractmethod
-    def use(self, text: str) -> ToolResult: ...
+    def use(self, text: str, timeout_s: float) -> ToolResult: ...
 
     @property
     @abstractmethod
     def functions(self) -> tuple[Function, ...]:
         """Return one function of one argument, the call's text."""
 
-    def call_function(self, call: Call) -> ToolResult:
+    def call_function(self, call: Call, timeout_s: float) -> ToolResult:
         (argument,) = self.functions[0].parameters["required"]
         text = call.arguments.get(argument)
         if isinstance(text, str):
-            return self.use(text)
+            return self.use(text, timeout_s)
         return ToolResult(f"{call.name} needs the argument {argument!r}, a text", False)
 
     def close(self) -> None: ...
@@ -133,8 +133,9 @@ class PythonTool(StatelessTool):
         check_isolation(self.limits)
         return self
 
-    def use(self, text: str) -> ToolResult:
-        result = run_python(text, limits=self.limits)
+    def use(self, text: str, timeout_s: float) -> ToolResult:
+        limits = self.limits.model_copy(update={"timeout_s": min(timeout_s, self.limits.timeout_s)})
+        result = run_python(text, limits=limits)
         if not result.ok:
             return _report_failure(result)
         printed = result.stdout.strip()
@@ -158,7 +159,7 @@ class SearchTool(StatelessTool):
         _load_index(self.corpus, self.text_key)
         return self
 
-    def use(self, text: str) -> ToolResult:
+    def use(self, text: str, timeout_s: float) -> ToolResult:  # noqa: ARG002
         query = words(text)
         index, passages = _load_index(self.corpus, self.text_key)
         if not query:
@@ -179,7 +180,7 @@ class McpTool(Tool):
     """Of a running server (streamable HTTP)."""
     functions: tuple[str, ...] = ()
     """Offered functions; empty: all."""
-    timeout_s: float = Field(default=30.0, gt=0)
+    timeout_s: float = Field(default=20.0, gt=0)
     """Timeout per call."""
     pattern: str = r"<tool_call>\s*(.*?)\s*</tool_call>"
     instruction: str = MCP_INSTRUCTION
@@ -205,16 +206,26 @@ class _OpenMcp:
         self.functions = session.functions
         self.close = session.close
 
-    def use(self, text: str) -> ToolResult:
-        output, ok = self._session.use(text)
+    def use(self, text: str, timeout_s: float) -> ToolResult:
+        output, ok = self._session.use(text, timeout_s)
         return ToolResult(f"<tool_response>\n{output}\n</tool_response>", ok, output == NOTHING)
 
-    def call_function(self, call: Call) -> ToolResult:
-        output, ok = self._session.call_function(call)
+    def call_function(self, call: Call, timeout_s: float) -> ToolResult:
+        output, ok = self._session.call_function(call, timeout_s)
         return ToolResult(output, ok, output == NOTHING)
 
 
 AnyTool = Annotated[PythonTool | SearchTool | McpTool, Field(discriminator="tool_id")]
+
+
+def longest_call_s(tool: AnyTool) -> float:
+    match tool:
+        case PythonTool():
+            return tool.limits.timeout_s
+        case McpTool():
+            return tool.timeout_s
+        case SearchTool():
+            return 0.0
 
 
 def _report_failure(result: Any) -> ToolResult:

@@ -30,6 +30,7 @@ from offbeat.deploy.config.checks.resume import check_resume
 from offbeat.deploy.config.checks.rewards import check_rewards, check_rlvr
 from offbeat.deploy.config.checks.sampling import check_own_arguments, check_sampling
 from offbeat.deploy.config.checks.sglang import check_sglang, check_sglang_updates_and_cuts
+from offbeat.deploy.config.checks.step_times import check_step_times
 from offbeat.deploy.config.checks.teachers import check_teachers, check_tokenizers
 from offbeat.deploy.config.checks.unused import check_unused
 from offbeat.deploy.config.device_plan import ClusterNode
@@ -75,7 +76,7 @@ def check_run(
         *check_rewards(config, on_step),
         *_check_env(config, on_step),
         *check_episodes(config, on_step),
-        *([] if started else check_harbor(config)),
+        *([] if started else [*check_harbor(config), *check_step_times(config)]),
         *_check_functions(config, on_step),
     ]
     return issues or (check_first_prompts(config, on_step, trial=trial) if config.custom_envs else [])

@@ -4,6 +4,7 @@ import os
 import sys
 import time
 
+from mcp import MCPError
 from mcp.server.mcpserver import MCPServer
 
 server = MCPServer("shop")
@@ -19,6 +20,12 @@ def price(item: str, count: int = 1) -> str:
 def broken() -> str:
     """Always fails."""
     raise RuntimeError("the till is stuck")
+
+
+@server.tool()
+def refuses() -> str:
+    """Answers with a JSON-RPC error."""
+    raise MCPError(-32602, "no such item")
 
 
 @server.tool()

@@ -110,6 +110,21 @@ def test_a_dead_server_is_restarted(shop: Any):
     assert int(observe(shop, call("who"))) != pid
 
 
+def test_an_error_of_a_server_that_answers_leaves_its_connection(shop: Any):
+    pid = observe(shop, call("who"))
+    observation, _, _, _, info = shop.step(call("refuses"))
+    assert "no such item" in observation
+    assert info["tool_success_counter"] == 0
+    assert observe(shop, call("who")) == pid
+
+
+def test_functions_of_all_pages_are_offered():
+    pages = {"tool_id": "mcp", "command": [sys.executable, str(Path(__file__).with_name("mcp_pages.py"))]}
+    env = env_with({**pages, "functions": ["first", "second"]})
+    assert observe(env, call("second")) == "second was called"
+    env.close()
+
+
 def test_a_hanging_call_times_out():
     env = env_with({**STDIO, "timeout_s": 2.0, "functions": ["sleeps", "price"]})
     assert "price" in env.system_prompt

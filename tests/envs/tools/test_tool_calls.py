@@ -1,4 +1,5 @@
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -6,7 +7,8 @@ import pytest
 
 from offbeat.envs import registry
 from offbeat.envs.contract import check_contract
-from offbeat.envs.tools.functions import Call, write_calls
+from offbeat.envs.tools import env as tool_env
+from offbeat.envs.tools.functions import Call, read_results, write_calls
 from offbeat.services.rollout.envs.runners import do_reset, do_step, read_traits, render_png
 from tests.envs.sandbox.needs import needs_sandbox
 
@@ -32,6 +34,17 @@ def test_a_failing_program_returns_its_error():
     observation, reward, _, _, info = lake(tool_success_reward=1.0).step("```python\nprint('a')\n1 / 0\n```")
     assert observation == "a\nZeroDivisionError: division by zero"
     assert (reward, info["tool_use_counter"], info["tool_success_counter"]) == (0.0, 1, 0)
+
+
+def test_calls_of_one_answer_share_their_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tool_env, "MIN_CALLS_S", 2.0)
+    tools = [{"tool_id": "python_code", "limits": {"timeout_s": 1.2}}]
+    env = lake(tools=tools, function_calling="template")
+    began = time.monotonic()
+    observation, *_, info = env.step(write_calls("", [Call("python_code", {"code": "import time; time.sleep(9)"})] * 5))
+    assert time.monotonic() - began < 5
+    assert read_results(observation, 5) == ["out of time", "out of time", *[tool_env.NO_TIME] * 3]
+    assert (info["tool_use_counter"], info["tool_success_counter"]) == (5, 0)
 
 
 def test_the_call_limit_is_per_episode():
