@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from offbeat.services.buffer.api import Proof, Reconciled
 from offbeat.services.buffer.group_ledger import newest_event_ms
+from offbeat.services.durable_files import FULL_DISK
 from offbeat.services.errors import FencedError
 from offbeat.services.jsonl import LinesFile, last_lines, read_lines
 from offbeat.services.messages.types import Group
@@ -92,6 +93,8 @@ class StepLedger:
         self._output_dir = output_dir
         self._lines = LinesFile(output_dir / STEPS_FILE)
         self._epoch = epoch
+        self._unwritten: list[dict[str, Any]] = []
+        """Rows that a full disk has refused."""
 
     def write_lease(self) -> None:
         """Append a line durably."""
@@ -113,6 +116,7 @@ class StepLedger:
             FencedError: a newer learner has written to the journal.
         """
         lines, _ = read_step_ledger(self._output_dir)
+        lines += [line for row in self._unwritten if (line := parse_journal_line(row)) is not None]
         newest = max((line.epoch for line in lines), default=0)
         if newest > self._epoch:
             raise FencedError(f"a learner of epoch {newest} has taken the run from epoch {self._epoch}")
@@ -143,13 +147,26 @@ class StepLedger:
         self._write({**line, **again, "refilled": refilled})
 
     def sync(self) -> None:
+        """Make all lines durable. Raises OSError: the disk is still full."""
+        self._append()
         self._lines.sync()
 
     def close(self) -> None:
         self._lines.close()
 
     def _write(self, row: Mapping[str, Any]) -> None:
-        self._lines.append([{**row, "epoch": self._epoch, "at": round(time.time(), 3)}])
+        """Append a line; one that a full disk refuses waits for the next, or for `sync`."""
+        self._unwritten.append({**row, "epoch": self._epoch, "at": round(time.time(), 3)})
+        try:
+            self._append()
+        except OSError as error:
+            if error.errno not in FULL_DISK:
+                raise
+
+    def _append(self) -> None:
+        while self._unwritten:
+            self._lines.append(self._unwritten[:1])
+            del self._unwritten[0]
 
 
 def _member_row(group: Group) -> list[object]:

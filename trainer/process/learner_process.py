@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,7 +44,7 @@ from offbeat.trainer.process.lease_wait import wait_for_lease
 from offbeat.trainer.process.rank_processes import FollowerRanks, die_with_rank_zero, start_followers
 from offbeat.trainer.process.ranks import follow_rank_zero, lead
 from offbeat.trainer.process.remote_ranks import RemoteRanks
-from offbeat.trainer.process.run_checkpoints import RunCheckpoints
+from offbeat.trainer.process.run_checkpoints import RunCheckpoints, wait_for_room
 from offbeat.trainer.process.signals import stop_on_signals
 from offbeat.trainer.rendering.evaluations import rendered_evaluations
 from offbeat.trainer.run import LearnerRun, buffer_limits, is_ending, read_run
@@ -217,7 +218,7 @@ class LearnerProcess:
 
     def _train(self, trainer: Trainer, vocab_size: int, lease: LearnerLease, ranks: Ranks) -> LearnerResult:
         run, epoch = self._run, lease.epoch
-        note_lease(run.output_dir, epoch)
+        wait_for_room(partial(note_lease, run.output_dir, epoch), run.output_dir, self._reporter, self._should_stop)
         self._check_unchanged()
         if self._should_stop():
             return LearnerResult(interrupted=self._stop.is_set())

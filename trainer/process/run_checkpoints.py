@@ -25,6 +25,26 @@ STORE_TIMEOUT_S = 60.0
 """Longest wait for a store at the start; then a restart if the checkpoint is there, else training without it."""
 
 
+def wait_for_room(
+    write: Callable[[], T], folder: Path, reporter: LearnerReporter, should_stop: Callable[[], bool]
+) -> T:
+    """Repeat a write in `folder` until its disk has room; raise its OSError once the learner should stop."""
+    is_waiting = False
+    while True:
+        try:
+            result = write()
+            if is_waiting:
+                reporter.set_problem("")
+            return result
+        except OSError as error:
+            is_waiting = True
+            if error.errno not in FULL_DISK or should_stop():
+                raise
+            reporter.set_problem(f"{folder} can't be written ({error})")
+            reporter.set_activity("no_room", step=0)
+            time.sleep(RETRY_INTERVAL_S)
+
+
 class RunCheckpoints:
     def __init__(self, run: LearnerRun, epoch: int, reporter: LearnerReporter, should_stop: Callable[[], bool]) -> None:
         """Take over the local folder once the disk has room; raises `FencedError`."""
@@ -32,19 +52,9 @@ class RunCheckpoints:
         self._reporter = reporter
         self._should_stop = should_stop
         self._uploaded = read_uploaded(run.checkpoints)
-        self.local = self._open(epoch)
+        open_store = partial(CheckpointStore, run.checkpoints, run.config.max_ckpt_to_keep, epoch)
+        self.local = wait_for_room(open_store, run.checkpoints, reporter, should_stop)
         self._remote = RemoteFolder(run.store_url, epoch) if run.store_url else None
-
-    def _open(self, epoch: int) -> CheckpointStore:
-        while True:
-            try:
-                return CheckpointStore(self._run.checkpoints, self._run.config.max_ckpt_to_keep, epoch)
-            except OSError as error:
-                if error.errno not in FULL_DISK or self._should_stop():
-                    raise
-                self._reporter.set_problem(f"{self._run.checkpoints} can't be written ({error})")
-                self._reporter.set_activity("no_room", step=0)
-                time.sleep(RETRY_INTERVAL_S)
 
     def find(self) -> Checkpoint | None:
         """Return the run's newest checkpoint (of any lineage with `true`), else the configured one, downloaded if

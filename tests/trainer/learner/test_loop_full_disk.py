@@ -1,12 +1,19 @@
 """A disk without room for a checkpoint: training continues, nothing is lost, nothing is acknowledged too early."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from offbeat.services.jsonl import LinesFile
+from offbeat.services.telemetry import Partial
+from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.learner.loop import Learner
-from tests.fakes import CrashError, FakeTrainer, Moments
+from offbeat.trainer.learner.reporter import LearnerReporter
+from offbeat.trainer.learner.step_ledger import newest_epoch, note_lease, read_step_ledger
+from offbeat.trainer.process.run_checkpoints import wait_for_room
+from tests.fakes import CrashError, DictBoard, FakeTrainer, ListSink, Moments
 from tests.trainer.learner.harness import LearnerHarness, learner_config
 
 
@@ -110,3 +117,61 @@ def test_a_stop_is_not_held_up_by_a_full_disk(harness: LearnerHarness) -> None:
     assert harness.buffer.trained == []
     assert harness.learner()[0].run()
     assert harness.buffer.trained == list(range(12))
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_training_continues_while_the_disk_has_no_room_for_a_line(
+    harness: LearnerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for lines of the step ledger: they are written, in order, before the checkpoint with their steps."""
+    learner, trainer = harness.learner()
+    append = LinesFile.append
+
+    def append_with_room(lines: LinesFile, rows: Iterable[Mapping[str, Any]]) -> None:
+        if len(trainer.history) in (0, 2, 3):
+            raise OSError(28, "No space left on device")
+        append(lines, rows)
+
+    monkeypatch.setattr(LinesFile, "append", append_with_room)
+    acknowledged: list[tuple[int, list[int]]] = []
+    train = trainer.train
+
+    def observe(batch: StepBatch) -> dict[str, Partial]:
+        acknowledged.append((len(trainer.history), list(harness.buffer.trained)))
+        return train(batch)
+
+    trainer.train = observe
+    assert learner.run()
+    assert acknowledged[4] == (4, [])  # step 3's checkpoint waited for its lines
+    assert harness.buffer.trained == list(range(12))
+    lines, num_unreadable = read_step_ledger(harness.folder)
+    assert [(type(line).__name__, getattr(line, "step", None)) for line in lines] == [
+        ("ResumedLine", 0),
+        *(("StepLine", step) for step in range(1, 7)),
+    ]
+    assert num_unreadable == 0
+    assert harness.board.fields["learner_trouble"] == ""
+
+
+def test_a_learner_begins_once_the_disk_has_room_for_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offbeat.trainer.process.run_checkpoints.RETRY_INTERVAL_S", 0.0)
+    board = DictBoard()
+    doing: list[str] = []
+
+    def note() -> None:
+        doing.append(board.fields.get("learner_doing", ""))
+        if len(doing) < 3:
+            raise OSError(28, "No space left on device")
+        note_lease(tmp_path, 7)
+
+    reporter = LearnerReporter(ListSink(), board)
+    wait_for_room(note, tmp_path, reporter, lambda: False)
+    assert "no_room" in doing[2]
+    assert newest_epoch(tmp_path) == 7
+    assert board.fields["learner_trouble"] == ""
+    with pytest.raises(OSError, match="No space left"):
+        wait_for_room(append_to_full_disk, tmp_path, reporter, lambda: True)
+
+
+def append_to_full_disk() -> None:
+    raise OSError(28, "No space left on device")
