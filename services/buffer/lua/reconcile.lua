@@ -12,7 +12,7 @@
 --          next      lowest number that was certainly not given out
 --          all_known whether `saved` lists all that are trained
 --          changes   {{change, step}, ...}: changes of settings that the learner has adopted, in order
---          limits    {field, value, ...}, for a Redis that has none
+--          limits    {field, value, ...}, for a Redis that has none (a pause alone is none)
 --          life      milliseconds of the newest event that was copied
 -- Returns  {incarnation, 1 if it is new, groups added (Redis had lost them and their numbers) or, negative, given up, groups
 --          corrected, {number, entry id, ...} of held groups}; FENCED, FOREIGN; or, with nothing changed, the lowest number of the
@@ -29,16 +29,14 @@ local owner = owner_uid()
 if owner and owner ~= uid then return foreign_reply() end
 
 local function restore_limits()
-  if redis.call('EXISTS', LIMITS) == 0 and #proof.limits > 0 then redis.call('HSET', LIMITS, unpack(proof.limits)) end
+  if not read_limits() and #proof.limits > 0 then redis.call('HSET', LIMITS, unpack(proof.limits)) end
   redis.pcall('XGROUP', 'CREATE', STREAM, LEARNER, '0', 'MKSTREAM')
   local known = {}
-  for _, change in ipairs(redis.call('LRANGE', CHANGES, 0, -1)) do known[change] = true end
+  for place, change in ipairs(redis.call('LRANGE', CHANGES, 0, -1)) do known[change] = place - 1 end
   for _, row in ipairs(proof.changes) do
-    if not known[row[1]] then
-      local place = redis.call('RPUSH', CHANGES, row[1]) - 1
-      redis.call('HSET', ADOPTED, place, row[2])
-      apply_change(row[1])
-    end
+    local change, step = unpack(row)
+    local place = known[change] or redis.call('RPUSH', CHANGES, change) - 1
+    if redis.call('HSETNX', ADOPTED, place, step) == 1 then apply_change(change) end
   end
 end
 

@@ -7,6 +7,7 @@ from redis import Redis
 
 from offbeat.services.buffer.admin import configure_buffer
 from offbeat.services.buffer.admission import GroupCounts, count_admissible
+from offbeat.services.buffer.api import Proof
 from offbeat.services.buffer.scripts import BufferKeys
 from offbeat.services.errors import FencedError
 from offbeat.services.keys import RunKeys
@@ -44,6 +45,17 @@ async def test_a_change_is_adopted_once_whatever_is_repeated(run: Run, redis: Re
     assert run.learner.adopt(2) == first
     assert run.next_learner().adopt(0) == first
     assert run.learner.adopt(7) == first
+
+
+async def test_an_adoption_that_redis_lost_alone_keeps_its_step(run: Run, redis: Redis):
+    """The request was written earlier, and is still there."""
+    ask(redis, max_staleness=2.0)
+    first = run.learner.adopt(3)
+    redis.delete(RunKeys(RUN).adopted)
+    redis.hset(BufferKeys(RUN).limits, "max_staleness", "1.0")
+    run.learner.reconcile(Proof())
+    assert run.learner.adopt(4) == first
+    assert redis.hget(BufferKeys(RUN).limits, "max_staleness") == b"2"
 
 
 async def test_repeated_steps_use_their_first_settings(run: Run, redis: Redis):

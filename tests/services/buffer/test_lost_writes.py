@@ -16,7 +16,7 @@ from offbeat.services.buffer.admin import configure_buffer
 from offbeat.services.buffer.api import Proof, Reconciled
 from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.buffer.learner_client import RedisLearnerBuffer
-from offbeat.services.buffer.scripts import BufferKeys
+from offbeat.services.buffer.scripts import BufferKeys, BufferScripts
 from offbeat.services.buffer.worker_client import AsyncRolloutBuffer
 from offbeat.services.errors import FencedError, ReconcileError
 from offbeat.services.keys import RunKeys
@@ -305,7 +305,9 @@ async def test_a_lost_version_is_announced_again_once_the_data_is_reconciled(wor
     learner.die()
 
 
-async def test_an_emptied_redis_continues_with_the_live_learner(world: World):
+@pytest.mark.parametrize("paused", [0, 1])
+async def test_an_emptied_redis_continues_with_the_live_learner(world: World, paused: int):
+    """paused: set by the reconciler before the learner restores the limits."""
     learner = world.learner()
     await world.play(world.worker, 2)
     groups = learner.train()
@@ -313,9 +315,12 @@ async def test_an_emptied_redis_continues_with_the_live_learner(world: World):
     learner.buffer.ack([group.entry_id for group in groups], 1)
     held = await world.worker.claim("w", 2)
     world.redis.flushall()
+    set_paused = BufferScripts(world.redis, RUN)
+    set_paused("pause", paused)
     with pytest.raises(ReconcileError):
         await world.worker.claim("w", 2)
     assert learner.buffer.take(0) is None
+    set_paused("pause", 0)
     publish(world.redis, 1)
     assert set((await world.worker.heartbeat("w")).cancelled) == set(held)
     assert await world.play(world.worker, 2) == [2, 3]
