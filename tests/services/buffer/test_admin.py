@@ -1,8 +1,10 @@
+import pytest
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
 from offbeat.services.buffer.admin import BufferWatch
 from offbeat.services.buffer.api import Admission
+from offbeat.services.buffer.scripts import BufferKeys
 from tests.services.buffer.buffer_play import (
     RUN,
     Run,
@@ -48,6 +50,13 @@ async def test_a_snapshot_counts_queues_and_what_the_learner_holds(run: Run):
     assert [(w.worker_id, w.episodes) for w in snapshot.workers] == [("w", 3)]
     assert snapshot.workers[0].silent_s < 5
     assert snapshot.counters == await run.watch.counters()
+
+
+async def test_the_only_worker_counts_as_silent_since_its_heartbeat(run: Run, redis: Redis):
+    """The observed clock, which times workers out, stands still meanwhile."""
+    await run.buffer.claim("w", 1)
+    redis.hincrby(f"{BufferKeys(RUN).root}:ledger", "swept", -60_000)
+    assert [worker.silent_s for worker in (await run.watch.snapshot()).workers] == [pytest.approx(60, abs=5)]
 
 
 async def test_the_life_of_each_group_is_recorded(redis: Redis, async_redis: AsyncRedis):
