@@ -62,7 +62,7 @@ class Policy(Protocol):
 class TransformersPolicy:
     def __init__(self, folder: Path, stop_ids: Sequence[int], *, seed: int) -> None:
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, GenerationConfig
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
@@ -70,6 +70,7 @@ class TransformersPolicy:
         self._model: Any = (
             AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, trust_remote_code=False).float().eval()
         )
+        self._model.generation_config = GenerationConfig()  # as in the engine, the folder's file does not apply
         self._stop_ids = tuple(stop_ids)
         self._version = parse_version(folder)
         self.seed(seed)

@@ -1,10 +1,13 @@
 """The policy of a run's folder."""
 
 import json
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 
-from offbeat.deploy.play.policy import policy_folder
+import pytest
+
+from offbeat.deploy.play.policy import PromptRequest, SamplingParams, TransformersPolicy, policy_folder
 from offbeat.trainer.training.checkpoint import LearnerState
 
 
@@ -28,3 +31,18 @@ def test_steps_of_seven_digits_follow_those_of_six(tmp_path: Path) -> None:
     save(tmp_path, 999_999, serial=0)
     later = save(tmp_path, 1_000_000, serial=0)
     assert policy_folder(tmp_path) == later
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_folders_own_sampling_is_not_the_policys(folder: Path, tmp_path: Path, temperature: float) -> None:
+    """As in the engine: Qwen2.5's generation_config.json has a repetition penalty."""
+    policy = Path(shutil.copytree(folder / "policy", tmp_path / "policy"))
+
+    def complete() -> object:
+        return TransformersPolicy(policy, [0], seed=1).complete(
+            [PromptRequest((3, 4, 5), 8)], SamplingParams(temperature, 1.0, -1)
+        )
+
+    expected = complete()
+    (policy / "generation_config.json").write_text(json.dumps({"repetition_penalty": 5.0, "min_p": 0.5}))
+    assert complete() == expected
