@@ -4,7 +4,7 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -42,19 +42,23 @@ class StreamEvent:
     data: str
 
 
-async def messages(lines: AsyncIterator[str]) -> AsyncIterator[StreamEvent]:
-    """Parse server-sent events, without an incomplete last one."""
-    fields: dict[str, str] = {}
+async def messages(
+    lines: AsyncIterator[str], on_id: Callable[[str], None] = lambda _: None
+) -> AsyncIterator[StreamEvent]:
+    """Parse server-sent events, without an incomplete last one. on_id: called with each id, also without an event."""
+    last_id, fields = "", dict[str, str]()
     async for line in lines:
         if line:
             name, _, value = line.partition(":")
             if name in ("id", "event", "data"):
                 fields[name] = value.removeprefix(" ")
-        elif "data" in fields:
-            yield StreamEvent(fields.get("id", ""), fields.get("event", "message"), fields["data"])
-            fields = {}
-        else:
-            fields = {}
+            continue
+        if "id" in fields:
+            last_id = fields["id"]
+            on_id(last_id)
+        if "data" in fields:
+            yield StreamEvent(last_id, fields.get("event", "message"), fields["data"])
+        fields = {}
 
 
 JSON = {"Content-Type": "application/json"}
@@ -216,13 +220,17 @@ class ControlClient:
         patience_s: float = 60.0,
         parting_s: float = 10.0,
     ) -> AsyncIterator[StreamEvent]:
-        """Yield events until the run is over, resuming broken streams.
+        """Yield events until the run is over, resuming streams that break or that the server closes before.
 
         patience_s: outage before `RetryableError`; parting_s: outage after which a draining run is over. An outage
         begins with the first failure and ends with an event or a keep-alive.
         """
         clock = asyncio.get_running_loop().time
-        failed_at, last_id, ending = math.inf, "", False
+        failed_at, last_id, ending, is_over = math.inf, "", False, False
+
+        def note_id(event_id: str) -> None:
+            nonlocal last_id
+            last_id = event_id
 
         async def read_lines(response: httpx.Response) -> AsyncIterator[str]:
             nonlocal failed_at
@@ -241,13 +249,18 @@ class ControlClient:
                     if response.status_code >= 400:
                         await response.aread()
                     _raise_for(response)
-                    async for message in messages(read_lines(response)):
-                        last_id = message.id
+                    has_all = is_over
+                    async for message in messages(read_lines(response), note_id):
+                        has_all = False
                         if message.event == "run":
-                            ending = json.loads(message.data)["state"] == RunState.DRAINING
+                            state = RunState(json.loads(message.data)["state"])
+                            ending, has_all = state is RunState.DRAINING, state.is_terminal
                         yield message
-                if (await self.show(run_id)).state.is_terminal:
+                if has_all or response.status_code == 204:
                     return
+                # A server without Redis closes its streams
+                is_over = (await self.show(run_id)).state.is_terminal
+                ending = ending or is_over
             except (httpx.TransportError, RetryableError) as error:
                 failed_at = min(failed_at, clock())
                 if ending and clock() > failed_at + parting_s:

@@ -1,13 +1,16 @@
 """The client: names of runs in its paths, and an event stream over a transport that breaks it."""
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, AsyncIterator
 
 import httpx
 import pytest
 
 from offbeat.services.control.client import ControlClient, ControlRefusedError
+from offbeat.services.control.run import RunState
 from offbeat.services.errors import RetryableError
+from tests.services.control.api_harness import ApiHarness
 
 SILENT_S = 0.3
 PATIENCE_S = 0.1
@@ -32,13 +35,18 @@ def run_event(state: str) -> bytes:
     return f'id: 1-0\nevent: run\ndata: {{"state": "{state}"}}\n\n'.encode()
 
 
-async def watch(monkeypatch: pytest.MonkeyPatch, streams: list[BreakingStream]) -> AsyncGenerator[str]:
-    """Yield the events of `streams`, of which the last one is repeated."""
+async def watch(
+    monkeypatch: pytest.MonkeyPatch, streams: list[BreakingStream], positions: list[str | None] | None = None
+) -> AsyncGenerator[str]:
+    """Yield the events of `streams`, of which the last one is repeated. positions: from which they are asked for."""
+    sent = [] if positions is None else positions
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        sent.append(request.headers.get("last-event-id"))
+        return httpx.Response(200, stream=streams.pop(0) if len(streams) > 1 else streams[0])
+
     monkeypatch.setattr("offbeat.services.control.client.RECONNECT_INTERVAL_S", PATIENCE_S / 10)
-    transport = httpx.MockTransport(
-        lambda _: httpx.Response(200, stream=streams.pop(0) if len(streams) > 1 else streams[0])
-    )
-    async with ControlClient("http://test", transport=transport) as client:
+    async with ControlClient("http://test", transport=httpx.MockTransport(answer)) as client:
         async for message in client.events("a", patience_s=PATIENCE_S, parting_s=PATIENCE_S):
             yield message.event
 
@@ -64,6 +72,39 @@ async def test_a_keep_alive_ends_an_outage(monkeypatch: pytest.MonkeyPatch):
 async def test_streams_that_break_at_once_are_an_outage(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(RetryableError, match="load balancer"):
         await anext(watch(monkeypatch, [BreakingStream()]))
+
+
+async def test_a_stream_that_breaks_before_its_first_event_is_resumed_from_its_position(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The server sends it without an event."""
+    sent: list[str | None] = []
+    streams = [BreakingStream(b"id: 5-0\nretry: 1000\n\n"), BreakingStream(run_event("running"))]
+    watching = watch(monkeypatch, streams, sent)
+    assert await anext(watching) == "run"
+    await watching.aclose()
+    assert sent == [None, "5-0"]
+
+
+@pytest.mark.parametrize("kind", ["run", "history"])
+async def test_a_stream_that_the_server_closes_is_resumed_although_the_run_is_over(api: ApiHarness, kind: str):
+    """It closes streams when it can't reach Redis."""
+    await api.start("a", RunState.FAILED)
+
+    class Closing(httpx.ASGITransport):
+        is_first = True
+
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            if not self.is_first:
+                return await super().handle_async_request(request)
+            self.is_first = False
+            return httpx.Response(200, content=b'id: 0-0,0-0,0-0\nevent: run\ndata: {"state": "running"}\n\n')
+
+    async with ControlClient("http://127.0.0.1", transport=Closing(api.api)) as client:
+        events = [(event.event, json.loads(event.data)) async for event in client.events("a", kinds=[kind])]
+    assert events[0] == ("run", {"state": "running"})
+    assert events[-1][0] == kind
+    assert "failed" in (events[-1][1].get("state"), events[-1][1].get("detail", {}).get("state"))
 
 
 @pytest.mark.parametrize("name", ["lake#2", "lake?now=true", "../x", "..", "", "a/b", "lake\n"])
