@@ -68,6 +68,7 @@ def test_teachers_give_the_same_weights_wherever_they_are(redis_server: str, tmp
 TINY = ("teacher.lake.model_args.model_name_or_path=tiny", "max_steps=2", "save_steps=2")
 
 
+@pytest.mark.nightly
 def test_a_tiny_teacher_is_the_same_model_wherever_it_is(redis_server: str, tmp_path: Path) -> None:
     """And another one than the policy, which it would have nothing to teach."""
     with a_data_run(redis_server, tmp_path, "inside", "distill", TINY) as inside:
