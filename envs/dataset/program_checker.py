@@ -79,7 +79,10 @@ def count_pytest(program: str, tests: str, limits: Limits) -> tuple[int, int]:
 
 @contextmanager
 def _started(program: str, limits: Limits) -> Generator[tuple["Future[ProgramResult]", int, int]]:
-    """Run a program until the context ends; yield its future result and our ends of two pipes."""
+    """Run a program until the context ends; yield its future result and our ends of two pipes.
+
+    Raises what kept the program from running, such as a full disk: no test has failed then.
+    """
     program_reads, write_fd = os.pipe()
     read_fd, program_writes = os.pipe()
     source = f"{_peer_source()}\nserve_program({program!r}, {program_reads}, {program_writes})"
@@ -94,6 +97,7 @@ def _started(program: str, limits: Limits) -> Generator[tuple["Future[ProgramRes
             stop.set()
             os.close(read_fd)
             os.close(write_fd)
+    running.result()
 
 
 def _own_error(running: "Future[ProgramResult]") -> str:

@@ -147,7 +147,8 @@ def _supervise(program: int, folder: Path, read_end: int, deadline: float) -> No
             signal.sigtimedwait({signal.SIGCHLD}, max(remaining_s, KILL_POLL_S))
     isolation = json.loads(os.read(read_end, 1 << 16) or b'{"layers": [], "started": true}')
     outcome = {"exit_code": os.waitstatus_to_exitcode(status), "timed_out": timed_out, **isolation}
-    (folder / "outcome.json").write_text(json.dumps(outcome))
+    (folder / "outcome.part").write_text(json.dumps(outcome))  # may be killed while it writes
+    (folder / "outcome.part").rename(folder / "outcome.json")
     os._exit(0)
 
 

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Literal
 
 from offbeat.envs.sandbox.container_engine import find_image, run_command, seccomp_profile, trusted_env
-from offbeat.envs.sandbox.run import STARTUP_TIMEOUT_S, IsolationError
+from offbeat.envs.sandbox.run import STARTUP_TIMEOUT_S, IsolationError, join_output
 from offbeat.envs.sandbox.shell import (
     HOME,
     REPLY_TIMEOUT_S,
@@ -29,7 +29,6 @@ from offbeat.envs.sandbox.shell import (
     ShellError,
     ShellLimits,
     UploadedFile,
-    join_output,
 )
 from offbeat.envs.sandbox.shell_runner import PAST_S, Output, overlap
 

@@ -102,19 +102,20 @@ def run_python(
 ) -> ProgramResult:
     """Run a program until it exits or times out.
 
-    layers: used if the kernel offers them. pass_fds: passed and closed here. stop: kills the program when set.
+    layers: used if the kernel offers them. pass_fds: passed, and closed here in any case. stop: kills the program when set.
     max_landlock_abi: emulates an older kernel's Landlock.
 
     Raises:
         IsolationError: a required guarantee is missing.
     """
     limits = limits or Limits()
-    temporary = SandboxFolder()
+    try:
+        temporary = _write_folder(code, stdin)
+    except BaseException:
+        _close(pass_fds)
+        raise
     folder = temporary.path
     try:
-        (folder / "work").mkdir()
-        (folder / "main.py").write_text(code, encoding="utf-8", errors="surrogateescape")
-        (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
         _run(folder, limits, layers, pass_fds, stop, max_landlock_abi)
         out, err = (_read(folder / name, limits.max_output_chars) for name in ("stdout", "stderr"))
         if not (folder / "outcome.json").is_file():
@@ -127,6 +128,18 @@ def run_python(
         return ProgramResult(out, err, outcome["exit_code"], outcome["timed_out"], tuple(outcome["layers"]))
     finally:
         temporary.remove()
+
+
+def _write_folder(code: str, stdin: str) -> SandboxFolder:
+    temporary = SandboxFolder()
+    try:
+        (temporary.path / "work").mkdir()
+        (temporary.path / "main.py").write_text(code, encoding="utf-8", errors="surrogateescape")
+        (temporary.path / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
+    except BaseException:
+        temporary.remove()
+        raise
+    return temporary
 
 
 def describe_sandbox() -> str:
@@ -198,7 +211,7 @@ def start_supervisor(
     readable: tuple[str, ...] = (),
     max_landlock_abi: int | None = None,
 ) -> "subprocess.Popen[bytes]":
-    """Start `folder`'s `main.py`, which ends with the calling thread; close `pass_fds` here.
+    """Start `folder`'s `main.py`, which ends with the calling thread; close `pass_fds` here, also if it fails.
 
     writable: empty folders at absolute paths; needs mounts. readable: files and folders besides the system's.
     """
@@ -206,12 +219,12 @@ def start_supervisor(
     request |= {"max_landlock_abi": max_landlock_abi, "writable": writable, "readable": readable}
     command = [sys.executable, "-I", "-c", SUPERVISOR_CODE, str(folder), json.dumps(request)]
     environment = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    with (
-        (folder / "stdin").open("rb") as program_input,
-        (folder / "stdout").open("wb") as out,
-        (folder / "stderr").open("wb") as err,
-    ):
-        try:
+    try:
+        with (
+            (folder / "stdin").open("rb") as program_input,
+            (folder / "stdout").open("wb") as out,
+            (folder / "stderr").open("wb") as err,
+        ):
             return subprocess.Popen(
                 command,
                 stdin=program_input,
@@ -222,9 +235,13 @@ def start_supervisor(
                 start_new_session=True,
                 pass_fds=pass_fds,
             )
-        finally:
-            for descriptor in pass_fds:
-                os.close(descriptor)
+    finally:
+        _close(pass_fds)
+
+
+def _close(descriptors: tuple[int, ...]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _wait(process: "subprocess.Popen[bytes]", timeout_s: float, stop: threading.Event | None) -> None:
@@ -238,9 +255,23 @@ def _wait(process: "subprocess.Popen[bytes]", timeout_s: float, stop: threading.
 
 
 def _read(path: Path, limit: int) -> str:
+    size, room = path.stat().st_size, 4 * limit  # bytes of characters
     with path.open("rb") as file:
-        text = file.read(16 * limit).decode(errors="replace")
-    if len(text) <= limit:
-        return text
-    half = limit // 2
-    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+        if size <= 2 * room:
+            return join_output(file.read(), b"", 0, limit)
+        head = file.read(room)
+        file.seek(size - room)
+        return join_output(head, file.read(room), size - 2 * room, limit)
+
+
+def join_output(head: bytes, tail: bytes, num_dropped: int, max_chars: int) -> str:
+    """Decode a program's output, with the middle cut."""
+    if not num_dropped:
+        text = (head + tail).decode(errors="replace")
+        if len(text) <= max_chars:
+            return text
+        half = max_chars // 2
+        return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[len(text) - half :]}"
+    half = max_chars // 2
+    first, last = head.decode(errors="replace"), tail.decode(errors="replace")
+    return f"{first[:half]}\n... more than {num_dropped} bytes left out ...\n{last[len(last) - half :]}"

@@ -27,6 +27,7 @@ from offbeat.envs.sandbox.run import (
     IsolationError,
     Limits,
     check_isolation,
+    join_output,
     platform_isolation,
     start_supervisor,
 )
@@ -253,16 +254,3 @@ def command_env() -> dict[str, str]:
 def _spawner(pid: int) -> ThreadPoolExecutor:  # noqa: ARG001
     """Return the process's one thread that starts shells: a supervisor dies with the thread that started it."""
     return ThreadPoolExecutor(1, "shells")
-
-
-def join_output(head: bytes, tail: bytes, num_dropped: int, max_chars: int) -> str:
-    """Decode a command's output, with the middle cut."""
-    if not num_dropped:
-        text = (head + tail).decode(errors="replace")
-        if len(text) <= max_chars:
-            return text
-        half = max_chars // 2
-        return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
-    half = max_chars // 2
-    first, last = head.decode(errors="replace")[:half], tail.decode(errors="replace")[-half:]
-    return f"{first}\n... more than {num_dropped} bytes left out ...\n{last}"

@@ -1,11 +1,14 @@
 """Programs that want the reward without solving the task, and programs that solve it."""
 
+import errno
+import os
 import time
+from pathlib import Path
 
 import pytest
 
-from offbeat.envs.dataset.program_checker import check_program
-from offbeat.envs.sandbox import Limits
+from offbeat.envs.dataset.program_checker import CallTest, check_program
+from offbeat.envs.sandbox import Limits, check_isolation
 from tests.envs.sandbox.needs import needs_sandbox
 
 EQUATION = "assert double(21) == 42"
@@ -127,6 +130,22 @@ SOLUTIONS = [
 @pytest.mark.parametrize(("program", "test"), SOLUTIONS)
 def test_correct_programs_pass(program: str, test: str):
     assert check_program(program, test, LIMITS) == ""
+
+
+@needs_sandbox
+@pytest.mark.parametrize("test", [EQUATION, STATEMENTS, CallTest("double", [21], [42])])
+def test_a_program_that_the_machine_can_not_start_is_not_judged(test: str | CallTest, monkeypatch: pytest.MonkeyPatch):
+    check_isolation(LIMITS)  # the probe is kept
+
+    def write_to_full_disk(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "mkdir", write_to_full_disk)
+    descriptors, began = len(os.listdir("/proc/self/fd")), time.monotonic()
+    with pytest.raises(OSError, match="No space left"):
+        check_program("def double(x): return 2 * x", test, LIMITS)
+    assert time.monotonic() - began < 5
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 @needs_sandbox

@@ -45,7 +45,16 @@ def test_memory_files_and_output_are_limited():
     assert not written.ok
     noisy = run_python("print('a' * 50_000)", limits=Limits(max_output_chars=1000))
     assert len(noisy.stdout) < 1100
-    assert "characters left out" in noisy.stdout
+    assert "... more than 42001 bytes left out ..." in noisy.stdout
+    assert run_python("print('ab')", limits=Limits(max_output_chars=1)).stdout == "\n... 3 characters left out ...\n"
+
+
+def test_the_end_of_a_long_output_is_kept():
+    printed = run_python("print('x' * 1_000_000); print('END')").stdout
+    assert printed.startswith("xxx")
+    assert printed.endswith("x\nEND\n")
+    warning = "import sys\nprint('careful\\n' * 100_000, file=sys.stderr)\nraise ValueError('z')"
+    assert run_python(warning).error == "ValueError: z"
 
 
 def test_a_program_gets_none_of_our_environment(monkeypatch: pytest.MonkeyPatch):
