@@ -35,7 +35,7 @@ UNLIMITED = -1
 
 
 def scorer_name(run_id: str, role: str, index: int) -> str:
-    return f"scorer-{run_id}-{role}-{index}"
+    return f"scorer-{run_id}:{role}-{index}"  # run ids have no colon
 
 
 class ScorerActor:

@@ -56,7 +56,7 @@ def test_a_killed_scorer_returns_and_no_group_is_trained_without_its_score(start
     assert report["max_staleness_seen"] == 0
     records = [json.loads(line) for line in (train.output_dir / "metrics.jsonl").read_text().splitlines()]
     assert any("reference/tokens_per_busy_s" in json.dumps(record) for record in records)
-    assert (train.output_dir / "logs" / "scorer-quickstart-reference-0.log").read_text().count("scores groups") == 2
+    assert (train.output_dir / "logs" / "scorer-quickstart:reference-0.log").read_text().count("scores groups") == 2
 
 
 @pytest.mark.nightly
