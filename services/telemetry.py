@@ -86,6 +86,10 @@ def merge_all(parts: Iterable[dict[str, Partial]]) -> dict[str, Partial]:
     return out
 
 
+REWOUND_TO = "rewound_to"
+"""Label of the learner's record that gives up evaluations after a step, with their weights."""
+
+
 @dataclass(frozen=True, slots=True)
 class MetricRecord:
     """Metrics of one component by name."""

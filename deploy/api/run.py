@@ -244,6 +244,8 @@ class Run:
             stored = current_names(record["source"], record["values"])
             values = {name: Partial("last", value) for name, value in stored.items() if value is not None}
             parsed = MetricRecord(record["source"], values, record["step"], record["labels"], record["time"])
+            if not history.attempts and record["source"] != "command":  # as of a run that a mesh has started
+                history.attempts = [(parsed.time, parsed.time)]
             history.add([(record["id"], parsed)])
         return history
 

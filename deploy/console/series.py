@@ -1,6 +1,7 @@
 """Metrics of `metrics.jsonl` as columns: `source/name`, `source-<kind>/name`, evaluations as `eval-<sampling>/name`.
 
-Invariants: a repeated step counts once, with its last values; points ascend in x, as the means of records at the same x.
+Invariants: a repeated step counts once, with its last values, also an evaluation that ends after a later one; points
+ascend in x, as the means of records at the same x.
 """
 
 from array import array
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from offbeat.deploy.console.downsampling import keep_extremes
 from offbeat.deploy.console.tail import JsonLinesTail
 from offbeat.services.control.console.schemas import Axis, SeriesColumns, SeriesView
+from offbeat.services.telemetry import REWOUND_TO
 from offbeat.trainer.trackers.metrics_file import METRICS_FILE
 
 LEARNER, EVALUATION, COMMAND = "learner", "eval", "command"
@@ -56,8 +58,10 @@ class _Table:
 class _Source:
     """Rows of a source, in tables by the names of their metrics: a row of many metrics costs one call."""
 
-    def __init__(self, *, is_stepped: bool) -> None:
-        self._is_stepped = is_stepped
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._rewinds: list[tuple[int, float]] = []
+        """Row and step, after which earlier rows are of weights that are given up."""
         self._tables: dict[tuple[str, ...], _Table] = {}
 
     def add(self, row: int, metrics: Mapping[str, Any]) -> None:
@@ -75,8 +79,15 @@ class _Source:
         table.rows.append(row)
         table.values.extend(values)
 
-    def last(self) -> dict[str, float]:
-        """Return the newest value of each metric."""
+    def rewind(self, row: int, step: float) -> None:
+        self._rewinds.append((row, step))
+
+    def last(self, steps: "array[float]") -> dict[str, float]:
+        """Return the newest value of each metric, an evaluation's that of the newest step."""
+        if self._source == EVALUATION:
+            names = dict.fromkeys(name for table in self._tables.values() for name in table.columns)
+            points = {name: self.points(name, steps)[1] for name in names}
+            return {name: float(values[-1]) for name, values in points.items() if len(values)}
         tables = sorted(self._tables.values(), key=lambda table: table.rows[-1])
         return {name: table.last(name) for table in tables for name in table.columns}
 
@@ -88,8 +99,14 @@ class _Source:
         order = np.argsort(rows)
         rows, values = rows[order], values[order]
         x = np.frombuffer(steps)[rows]
+        if self._source == EVALUATION:  # several are played at once, and may end in another order
+            for row, step in self._rewinds:
+                current = (rows > row) | (x <= step)
+                rows, values, x = rows[current], values[current], x[current]
+            _, newest = np.unique(x[::-1], return_index=True)
+            return rows[len(x) - 1 - newest], values[len(x) - 1 - newest]
         # Services have several records per step: a decrease alone shows a later learner
-        following = x[1:] if self._is_stepped else np.where(x[1:] < x[:-1], x[1:], np.inf)
+        following = x[1:] if self._source == LEARNER else np.where(x[1:] < x[:-1], x[1:], np.inf)
         kept = x < np.append(np.minimum.accumulate(following[::-1])[::-1], np.inf)
         return rows[kept], values[kept]
 
@@ -119,7 +136,7 @@ class SeriesIndex:
         values = {
             f"{prefix}/{name}": value
             for prefix, source in self._sources.items()
-            for name, value in source.last().items()
+            for name, value in source.last(self._places.axes["step"]).items()
         }
         return dict(sorted(values.items()))
 
@@ -148,6 +165,9 @@ class SeriesIndex:
         if entry_id <= self._newest_id or source == COMMAND:
             return  # a learner that woke after its replacement has appended it again
         self._newest_id = entry_id
+        if source == LEARNER and REWOUND_TO in labels:
+            for each in self._sources.values():
+                each.rewind(len(self._places.axes["step"]) - 1, float(labels[REWOUND_TO]))
         is_stepped = step is not None and source in STEPPED
         place = float(step) if step is not None and is_stepped else self._step
         if source == LEARNER and is_stepped:
@@ -155,7 +175,7 @@ class SeriesIndex:
         prefix = _prefix(source, labels)
         row = self._places.add(place, time, self._trained_by(place))
         if prefix not in self._sources:
-            self._sources[prefix] = _Source(is_stepped=source in STEPPED)
+            self._sources[prefix] = _Source(source)
         self._sources[prefix].add(row, values)
 
     def _count_trajectories(self, step: float, trajectories: float) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from offbeat.services.diagnosis import WINDOW_STEPS
-from offbeat.services.telemetry import MetricRecord, Partial
+from offbeat.services.telemetry import REWOUND_TO, MetricRecord, Partial
 from offbeat.services.text_samples import TextSample
 
 RATE_S = 15.0
@@ -148,6 +148,8 @@ class RunHistory:
         return recent
 
     def _add_learner(self, record: MetricRecord) -> None:
+        if (rewound_to := record.labels.get(REWOUND_TO)) is not None:
+            self.evaluations = {k: each for k, each in self.evaluations.items() if each.step <= int(rewound_to)}
         if record.step is not None:
             values = {name: partial.value for name, partial in record.values.items()}
             self.samples = record.samples or self.samples
@@ -205,4 +207,6 @@ class RunHistory:
         steps = self.steps.newest(over + 1)
         if len(steps) < 2:
             return None
-        return (steps[-1].time - steps[0].time) / (steps[-1].number - steps[0].number)
+        first, last = steps[0], steps[-1]
+        seconds = self.seconds(last.time) - self.seconds(first.time) if self.attempts else last.time - first.time
+        return seconds / (last.number - first.number)

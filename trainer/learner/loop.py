@@ -190,6 +190,7 @@ class Learner:
         self._newest_version = newest = self._buffer.newest_version()
         self._ledger.write_resumed(self._step, result.num_added, result.incarnation, newest_version=newest)
         if self._is_new_lineage or result.num_added < 0:  # of checkpoints that are given up
+            self._reporter.record_rewind(self._step)
             self._evaluations.discard_after(self._step)
         self._evaluations.restart()
         self._curriculum.publish()

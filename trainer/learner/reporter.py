@@ -18,6 +18,7 @@ from offbeat.services.keys import RunKeys
 from offbeat.services.messages.types import Group
 from offbeat.services.redis.run_writes import RunWrites
 from offbeat.services.telemetry import (
+    REWOUND_TO,
     MetricRecord,
     MetricsSink,
     Partial,
@@ -79,6 +80,10 @@ class LearnerReporter:
         self._view.show_phase(text)
         self._board.show(learner_phase=text)
         self._sink.append(MetricRecord("learner", {}, labels={"phase": text}))
+
+    def record_rewind(self, step: int) -> None:
+        """Tell readers of metrics that evaluations after `step` are of weights that are given up."""
+        self._sink.append(MetricRecord("learner", {}, labels={REWOUND_TO: str(step)}))
 
     def set_activity(self, stage: str, *, step: int, **detail: float | str) -> None:
         if self._watchdog is not None:

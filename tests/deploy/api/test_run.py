@@ -1,10 +1,12 @@
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from offbeat import Run, RunElsewhereError
+from offbeat.deploy.api.testing import append_records, step_record
 from offbeat.deploy.run_folder import LOCK, LockHolder, locked, write_config
 
 
@@ -46,3 +48,9 @@ def test_a_run_of_another_host_runs_and_gets_no_signal(run: Run, stranger: "subp
             run.stop(timeout_s=1)
     assert stranger.poll() is None
     assert run.state == "stopped"
+
+
+def test_a_run_over_rest_without_records_of_a_command_takes_time(run: Run):
+    append_records(run.folder, *(replace(step_record(step, reward=0.5), time=100.0 * step) for step in (1, 2, 3)))
+    history = run._history()
+    assert [history.seconds(step.time) for step in history.steps.newest()] == [0.0, 100.0, 200.0]

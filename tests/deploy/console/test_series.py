@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from offbeat.deploy.console.downsampling import keep_extremes
 from offbeat.deploy.console.series import SeriesIndex
-from offbeat.services.telemetry import MetricRecord, Partial
+from offbeat.services.telemetry import REWOUND_TO, MetricRecord, Partial
 from offbeat.trainer.trackers.metrics_file import METRICS_FILE, MetricsFile
 
 
@@ -65,6 +65,29 @@ def test_evaluations_and_services_are_placed_by_the_learners_steps(tmp_path: Pat
     assert view(index, "eval-greedy/reward") == ([1], [0.5])
     assert view(index, "rollout/reward") == ([0, 2], [9, 8])
     assert view(index, "eval-greedy/reward", "trajectories") == ([8], [0.5])
+
+
+def evaluation(step: int, value: float) -> MetricRecord:
+    return record(step, value, "eval", sampling="sampled", when="during")
+
+
+def test_an_evaluation_that_ends_after_a_later_one_takes_its_place_by_step(tmp_path: Path) -> None:
+    write(tmp_path, record(1, 1), evaluation(0, 0.1), record(25, 2), evaluation(20, 0.8), evaluation(10, 0.5))
+    index = SeriesIndex(tmp_path)
+    assert view(index, "eval-sampled/reward") == ([0, 10, 20], [0.1, 0.5, 0.8])
+    assert index.last["eval-sampled/reward"] == 0.8
+    write(tmp_path, evaluation(20, 0.9), first=6)
+    assert view(index, "eval-sampled/reward") == ([0, 10, 20], [0.1, 0.5, 0.9])
+
+
+def test_evaluations_of_weights_that_are_given_up_are_not_shown(tmp_path: Path) -> None:
+    rewound = MetricRecord("learner", {}, None, {REWOUND_TO: "10"}, time=1.0)
+    write(tmp_path, record(20, 1), evaluation(10, 0.5), evaluation(20, 0.8), rewound)
+    index = SeriesIndex(tmp_path)
+    assert view(index, "eval-sampled/reward") == ([10], [0.5])
+    assert index.last["eval-sampled/reward"] == 0.5
+    write(tmp_path, record(11, 2), evaluation(20, 0.7), first=5)
+    assert view(index, "eval-sampled/reward") == ([10, 20], [0.5, 0.7])
 
 
 def test_records_of_services_at_a_step_are_one_point(tmp_path: Path) -> None:

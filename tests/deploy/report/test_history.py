@@ -1,8 +1,9 @@
 import math
 import tracemalloc
+from dataclasses import replace
 
 from offbeat.deploy.report.history import RATE_S, RunHistory, command_started
-from offbeat.services.telemetry import MetricRecord, Partial, mean
+from offbeat.services.telemetry import REWOUND_TO, MetricRecord, Partial, mean
 
 
 def grown(*records: MetricRecord) -> RunHistory:
@@ -94,6 +95,20 @@ def test_a_pause_between_two_commands_does_not_count_as_time_of_the_run():
     )
     assert [history.seconds(time) for time in (110.0, 120.0, 500.0, 1000.0, 1010.0)] == [10.0, 20.0, 20.0, 20.0, 30.0]
     assert RunHistory().seconds(5.0) == 0
+
+
+def test_a_pause_between_two_commands_is_not_in_the_pace():
+    first, second = (replace(command_started(began), time=began) for began in (100.0, 1000.0))
+    history = grown(first, step(1, 110.0), step(2, 120.0), second, step(3, 1010.0))
+    assert history.seconds_per_step() == 10.0
+
+
+def test_evaluations_of_weights_that_are_given_up_go_with_them():
+    rewound = MetricRecord("learner", {}, labels={REWOUND_TO: "50"})
+    history = grown(step(100, 1.0), *(evaluation("during", at, 0.9) for at in (50, 80)), evaluation("after", 100, 1.0))
+    history.add([("9-0", rewound), ("10-0", step(51, 2.0)), ("11-0", evaluation("during", 60, 0.4))])
+    assert history.evaluation("after", "sampled") is None
+    assert [each.step for each in history.curve()] == [50, 60]
 
 
 def test_a_metric_that_was_not_measured_is_nan():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from offbeat.services.telemetry import REWOUND_TO
 from tests.fakes import CrashError, Moments
 from tests.trainer.learner.harness import LearnerHarness, finish_evaluations, learner_config
 
@@ -95,6 +96,7 @@ def test_a_run_resumed_from_an_earlier_step_evaluates_anew(tmp_path: Path) -> No
     assert len(trainer.history) == 3
     assert learner.run()
     assert pending not in harness.log.states
+    assert [r.labels[REWOUND_TO] for r in harness.sink.records if REWOUND_TO in r.labels] == ["3"]
     assert [(r.labels["when"], r.step) for r in harness.sink.of("eval")[before:]] == [
         ("during", 4),
         ("after", 6),
