@@ -1,7 +1,9 @@
 """Devices of roles without one."""
 
 import os
+import re
 from importlib.metadata import PackageNotFoundError, distribution
+from itertools import takewhile
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +20,9 @@ GPU_ENGINES = {"vllm": "vllm", "sglang": "sglang"}
 """Strategy of engines on GPUs -> its distribution for CUDA."""
 FLASH = "flash-attn"
 """Distribution of `flash_attention_2`."""
+DEVICE_FILES = Path("/dev")
+DEVICE = re.compile(r"\d+|(GPU|MIG)-.+")
+"""A name in CUDA_VISIBLE_DEVICES."""
 
 
 def choose_devices(config: RunConfig, gpus: float) -> RunConfig:
@@ -69,9 +74,12 @@ def _with_auto(role: Role) -> Role:
 
 def count_gpus() -> int:
     """Count this machine's usable NVIDIA GPUs."""
-    found = len(list(Path("/dev").glob("nvidia[0-9]*"))) or int(WSL_GPU.exists())
+    found = len(list(DEVICE_FILES.glob("nvidia[0-9]*"))) or int(WSL_GPU.exists())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return found if visible is None else min(found, len([each for each in visible.split(",") if each.strip()]))
+    if visible is None:
+        return found
+    # As CUDA, which ignores a name that is none, as -1, and all after it
+    return min(found, len(list(takewhile(DEVICE.fullmatch, map(str.strip, visible.split(","))))))
 
 
 def is_installed(name: str) -> bool:

@@ -1,3 +1,4 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,7 +105,17 @@ def test_a_run_of_this_machine_takes_its_gpus(monkeypatch: pytest.MonkeyPatch):
     assert (config.actor_infer.device, config.actor_train.device) == ("cuda", "cuda")
 
 
-@pytest.mark.parametrize("visible", ["", " "])
-def test_hidden_gpus_are_not_counted(visible: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        *[("", 0), (" ", 0), ("-1", 0), ("NoDevFiles", 0), ("none", 0), ("0,-1,1", 1), ("1,0", 2), ("0,1,2,3", 2)],
+        ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", 1),
+        ("MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/2", 1),
+    ],
+)
+def test_hidden_gpus_are_not_counted(visible: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(devices, "DEVICE_FILES", tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert count_gpus() == 0
+    assert count_gpus() == expected
