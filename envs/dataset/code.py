@@ -17,7 +17,7 @@ from offbeat.envs.dataset.env import (
 from offbeat.envs.dataset.program_checker import CallTest, check_output, check_program
 from offbeat.envs.dataset.rows import Row
 from offbeat.envs.parsing import compile_pattern, fenced_pattern
-from offbeat.envs.sandbox import Limits, check_isolation, run_python
+from offbeat.envs.sandbox import Limits, check_isolation
 
 FENCED = fenced_pattern("python3?|py3?")
 
@@ -73,11 +73,9 @@ class CodeEnv(QuestionEnv[CodeConfig]):
 
     def _run_test(self, program: str, extra: str | CallTest, stdin: str, expected: str | None) -> str:
         """Return the error; empty if passed."""
-        if extra:
-            return check_program(program, extra, self.config.sandbox)
         if expected is not None:
             return check_output(program, stdin, expected, self.config.sandbox)
-        return run_python(program, limits=self.config.sandbox).error
+        return check_program(program, extra, self.config.sandbox)
 
 
 def read_tests(tests: Any) -> list[tuple[str | CallTest, str, str | None]]:
@@ -108,15 +106,15 @@ def read_tests(tests: Any) -> list[tuple[str | CallTest, str, str | None]]:
 
 
 def refuse_definitions(code: str) -> None:
-    """Raise ValueError for a test that only defines, such as `def check(candidate): ...` without its call."""
+    """Raise ValueError for a test that only defines, such as `def check(candidate): ...` without its call, or is empty."""
     try:
         statements = ast.parse(code).body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return  # it fails when it runs
     definitions = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     nodes = [node for each in statements if not isinstance(each, definitions) for node in ast.walk(each)]
-    if statements and not any(isinstance(node, ast.Assert | ast.Call | ast.Raise) for node in nodes):
-        raise ValueError(f"a test asserts and calls nothing, so that every program would pass: {code.strip()[:80]!r}")
+    if not any(isinstance(node, ast.Assert | ast.Call | ast.Raise) for node in nodes):
+        raise ValueError(f"a test asserts and calls nothing, so that it tests no program: {code.strip()[:80]!r}")
 
 
 def lines_of(value: Any) -> str:

@@ -324,6 +324,9 @@ def test_an_answer_with_blocks_of_other_languages_alone_has_no_program():
         ([], "the task has no tests"),
         ({"inputs": [], "outputs": []}, "the task has no tests"),
         (["assert f(1) == 2", "def check(f):\n    assert f(1) == 2"], "asserts and calls nothing"),
+        ("", "asserts and calls nothing"),
+        (["assert f(1) == 2", ""], "asserts and calls nothing"),
+        (["assert f(1) == 2", "# edge cases"], "asserts and calls nothing"),
         ({"fn_name": "f", "inputs": [{"x": 1}], "outputs": [2]}, "the arguments of f are named: give a list"),
     ],
 )

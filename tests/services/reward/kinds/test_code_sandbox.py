@@ -159,6 +159,8 @@ def test_tests_that_did_not_start_in_time_count_as_failed():
         (["import math", "assert add(1, 2) == 3"], {}),
         (["assert add(1, 2) == 3", "def test_b():\n    assert add(1, 2) == 3"], {}),
         (["def test_a():\n    assert add(1, 2) == 3\ntest_a()", "def check():\n    assert add(1, 2) == 3"], {}),
+        ("", {}),
+        (["assert add(1, 2) == 3", "# edge cases"], {}),
         (["assert True"], {"case_type": "magic"}),
         (7, {}),
     ],
