@@ -244,13 +244,18 @@ def _check_text(runner: _EpisodeRunner, _: int) -> Findings:
             yield "problem", f"{name} is {_shorten(value)}, not a bool"
     if not isinstance(info, dict):
         yield "problem", f"step's info is a {type(info).__name__}, not a dict"
-    elif "success" not in info and not all("success" in seat for seat in cast(Any, info).get("seats", {}).values()):
+    elif not _has_success(cast("dict[str, Any]", info)):
         yield "advice", "step's info has no `success`: evaluations will show rewards alone"
     if not getattr(env.unwrapped, "system_prompt", ""):
         yield (
             "advice",
             "no `system_prompt`: the policy gets no description of the task unless agent_system_template has one",
         )
+
+
+def _has_success(info: dict[str, Any]) -> bool:
+    seats = info.get("seats")
+    return "success" in info or bool(seats and all("success" in seat for seat in seats.values()))
 
 
 def _check_gymnasium(runner: _EpisodeRunner, _: int) -> Findings:

@@ -70,6 +70,11 @@ class NotFinite(Sound):
         return "it", float("nan"), True, False, {}
 
 
+class WithoutSuccess(Sound):
+    def step(self, action):
+        return "it", 1.0, True, False, {}
+
+
 class FourValues(Sound):
     def step(self, action):
         return "it", 0.0, True, {}

@@ -69,6 +69,9 @@ def test_a_broken_rule_is_reported_with_the_observation(faulty: str, rule: str, 
 def test_a_sound_env_gets_only_advice():
     report = check_contract("faulty_envs:Sound", {})
     assert [(finding.severity, finding.rule) for finding in report.findings] == [("advice", "gymnasium")]
+    [missing, _] = check_contract("faulty_envs:WithoutSuccess", {}).findings
+    assert (missing.severity, missing.rule) == ("advice", "text")
+    assert "no `success`" in missing.message
     constant = check_contract("faulty_envs:Constant", {})
     assert "does reset use its seed" in constant.findings[-1].message
     heavy = check_contract("faulty_envs:Heavy", {})
