@@ -12,8 +12,9 @@ from offbeat.services.keys import RunKeys
 pytestmark = pytest.mark.slow
 
 EVENT = (
-    'retry: 1000\n\nevent: history\ndata: {"event":"state","at":1.0,"detail":{"state":"draining"}}\nid: 0-0,0-0,1-0\n\n'
+    'retry: 1000\nid: 0-0,0-0,1-0\n\nevent: history\ndata: {"event":"state","at":1.0,"detail":{"state":"draining"}}\n\n'
 )
+"""Its id is that of the block before, as of a stream that begins with its position."""
 
 
 def refuse(route: Any, status: int, code: str, message: str) -> None:

@@ -100,8 +100,8 @@ export function listen(run, listeners, fromStart = false) {
   let position = "";
   const dispatch = (/** @type {string} */ message) => {
     const { event, data, id } = Object.fromEntries(message.split("\n").map((line) => line.split(/: (.*)/s, 2)));
+    position = id ?? position;
     if (!data) return;
-    position = id;
     queueMicrotask(() => listeners[event](JSON.parse(data)));  // its errors are not the stream's
   };
   const read = async (/** @type {AbortSignal} */ signal) => {
