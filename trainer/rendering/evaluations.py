@@ -1,6 +1,7 @@
 """Process that renders each evaluation, `python -m offbeat.trainer.rendering.evaluations`, beside the learner.
 
-Invariants: training never waits for it; each evaluation is rendered once, also across resumes.
+Invariants: training never waits for it; each evaluation is rendered once, also across resumes, unless its file is written
+anew; one that can't be rendered keeps no other from it.
 """
 
 import logging
@@ -10,9 +11,10 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -27,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 NICENESS = 19
 POLL_S = 1.0
+MAX_WAIT_S = 600.0
+"""Before the next try of an evaluation that can't be rendered; the first wait is `POLL_S`, each the double of the last."""
 END_S = 10.0
 """For evaluations after the learner's end."""
 LOG = "rendering.log"
@@ -44,15 +48,33 @@ class EvaluationRenderer:
     target: Path
     limit: int
     """Episodes per evaluation."""
+    _failed: dict[Path, tuple[float, float]] = field(default_factory=dict[Path, tuple[float, float]])
+    """Monotonic time of the next try, and the wait after it."""
 
     def render_new(self) -> int:
+        """Render what has no page, or an older one; return the number of pages."""
         files = [
             (int(match[3]), path) for path in self.evaluations.glob("*.jsonl") if (match := NAME.fullmatch(path.stem))
         ]
-        new = [path for _, path in sorted(files) if not self._page(path).exists()]
-        for path in new:
+        return sum(self._try_render(path) for _, path in sorted(files) if self._is_new(path))
+
+    def _is_new(self, path: Path) -> bool:
+        """Return whether the page is missing or of an earlier run; whole seconds, as some file systems keep no more."""
+        page = self._page(path)
+        return not page.exists() or int(page.stat().st_mtime) < int(path.stat().st_mtime)
+
+    def _try_render(self, path: Path) -> bool:
+        retry_at, wait_s = self._failed.get(path, (0.0, POLL_S))
+        if time.monotonic() < retry_at:
+            return False
+        try:
             self._render(path)
-        return len(new)
+        except Exception:  # a damaged file, a full disk, or pictures of a user's env
+            logger.exception("%s can't be rendered; trying again in %.0f s", path.name, wait_s)
+            self._failed[path] = (time.monotonic() + wait_s, min(2 * wait_s, MAX_WAIT_S))
+            return False
+        self._failed.pop(path, None)
+        return True
 
     def _page(self, path: Path) -> Path:
         kind, sampling, step = path.stem.split("-")
@@ -60,6 +82,7 @@ class EvaluationRenderer:
 
     def _render(self, path: Path) -> None:
         played: list[PlayedEpisode] = []
+        modified = path.stat().st_mtime
         page = self._page(path)
         for _, recorded in zip(range(self.limit), read_episodes(path, path.stem), strict=False):
             try:
@@ -70,7 +93,8 @@ class EvaluationRenderer:
         write_gif(page.with_suffix(".gif"), played)
         part = page.with_suffix(".part")
         write_html(part, played, title=f"Evaluation {path.stem}")
-        part.replace(page)  # last: its existence marks the evaluation as rendered
+        os.utime(part, (modified, modified))
+        part.replace(page)  # last: it marks the evaluation as rendered
 
 
 @contextmanager
@@ -136,7 +160,7 @@ def main() -> None:
         ended = bool(select.select([sys.stdin.fileno()], [], [], POLL_S)[0])
         try:
             renderer.render_new()
-        except Exception:  # a full disk, or pictures of a user's env: tried again
+        except OSError:  # files that are being replaced: tried again
             logger.exception("rendering failed")
         if ended:
             return

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,39 @@ def test_a_resumed_learner_renders_what_is_missing_only(tmp_path: Path):
     assert renderer.render_new() == 1
     assert renderer.render_new() == 0
     write_evaluation(tmp_path, "during-sampled-20")
+    assert renderer.render_new() == 1
+
+
+def test_an_evaluation_of_a_later_run_replaces_the_page_of_an_earlier_one(tmp_path: Path):
+    run = learner_run(tmp_path)
+    write_evaluation(tmp_path, "during-sampled-10", count=1)
+    renderer = EvaluationRenderer(run.config.custom_envs, tmp_path / "evaluations", tmp_path / "episodes", 2)
+    assert renderer.render_new() == 1
+    evaluation, page = tmp_path / "evaluations" / "during-sampled-10.jsonl", tmp_path / "episodes" / "step-10"
+    evaluation.write_text(evaluation.read_text().replace(str(2**31), "12345"))
+    later = evaluation.stat().st_mtime + 5
+    os.utime(evaluation, (later, later))
+    assert renderer.render_new() == 1
+    assert "12345" in (page / "during-sampled.html").read_text()
+    assert renderer.render_new() == 0
+
+
+def test_an_evaluation_that_can_not_be_rendered_keeps_no_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    run = learner_run(tmp_path)
+    write_evaluation(tmp_path, "during-sampled-10", count=1)
+    write_evaluation(tmp_path, "during-sampled-20", count=1)
+    damaged = tmp_path / "evaluations" / "during-sampled-10.jsonl"
+    damaged.write_text(damaged.read_text()[:-9])
+    renderer = EvaluationRenderer(run.config.custom_envs, tmp_path / "evaluations", tmp_path / "episodes", 2)
+    assert renderer.render_new() == 1
+    assert rendered(tmp_path / "episodes") == ["step-20/during-sampled.html"]
+    write_evaluation(tmp_path, "during-sampled-10", count=1)
+    assert renderer.render_new() == 0, "its next try is later"
+    assert caplog.text.count("during-sampled-10.jsonl can't be rendered; trying again in 1 s") == 1
+    now = time.monotonic()
+    monkeypatch.setattr("offbeat.trainer.rendering.evaluations.time.monotonic", lambda: now + 2.0)
     assert renderer.render_new() == 1
 
 
