@@ -26,6 +26,8 @@ class LineProcess:
     def ask(self, request: Any) -> Any:
         """Return the reply, None if the program ended; raises RuntimeError if it can't start."""
         with self._lock:
+            if self._process is not None and self._process.poll() is not None:  # killed while idle, not by a request
+                self._stop()
             process = self._process = self._process or self._start()
             assert process.stdin is not None
             assert process.stdout is not None
@@ -70,8 +72,9 @@ class LineProcesses:
     def __init__(self, command: Sequence[str], failure: str, num_processes: int) -> None:
         # the last used one is taken first, so that no more processes start than requests overlap
         self._idle: queue.LifoQueue[LineProcess] = queue.LifoQueue()
-        for _ in range(num_processes):
-            self._idle.put(LineProcess(command, failure))
+        self._processes = [LineProcess(command, failure) for _ in range(num_processes)]
+        for process in self._processes:
+            self._idle.put(process)
 
     def ask(self, request: Any) -> Any:
         """Return the reply, None if the program ended; raises RuntimeError if it can't start."""
@@ -80,6 +83,10 @@ class LineProcesses:
             return process.ask(request)
         finally:
             self._idle.put(process)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.close()
 
 
 def _kill(process: "subprocess.Popen[str]") -> None:

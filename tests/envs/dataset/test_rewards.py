@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from offbeat.envs import registry
 from offbeat.envs.dataset import math_checker
 from offbeat.envs.dataset.math_checker import MathChecker
+from tests.envs.isolation.test_line_process import MEET
 
 HACKS = [
     ("12", r"\boxed{13=12}"),
@@ -237,7 +239,7 @@ def test_an_expensive_answer_takes_bounded_cpu_time(answer: str, tmp_path: Path)
 @pytest.mark.parametrize("answer", ["9^{9^{9}}", "(10^{10})!", "7^{10^{12}}"])
 def test_a_comparison_that_hangs_is_ended_and_the_next_one_works(answer: str):
     """The kernel's timer applies without the text rules, too, which refuse these answers first."""
-    checker = MathChecker()
+    checker = MathChecker(1)
     try:
         assert checker.is_equal("12", "12")
         before = _cpu_s()
@@ -249,7 +251,7 @@ def test_a_comparison_that_hangs_is_ended_and_the_next_one_works(answer: str):
 
 
 def test_threads_share_a_checker():
-    checker = MathChecker()
+    checker = MathChecker(1)
     try:
         with ThreadPoolExecutor(8) as pool:
             equal = list(pool.map(lambda number: checker.is_equal(str(number), str(number // 2 * 2)), range(40)))
@@ -258,20 +260,28 @@ def test_threads_share_a_checker():
         checker.close()
 
 
+def test_a_comparison_does_not_wait_for_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "meet.py").write_text(MEET.replace('"1"', '"true"'))
+    monkeypatch.setattr(math_checker, "PROGRAM", tmp_path / "meet.py")
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    with closing(MathChecker(2)) as checker, ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(checker.is_equal, (first, second), (second, first), timeout=60)) == [True, True]
+
+
 def test_a_checker_that_can_not_start_is_an_error_and_no_wrong_answer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     (tmp_path / "broken.py").write_text("import a_library_that_is_not_installed")
     monkeypatch.setattr(math_checker, "PROGRAM", tmp_path / "broken.py")
     with pytest.raises(RuntimeError, match="math-verify did not start"):
-        MathChecker().is_equal("12", "12")
+        MathChecker(1).is_equal("12", "12")
     assert "a_library_that_is_not_installed" in capfd.readouterr().err
 
 
 def test_a_checker_ends_with_its_process():
     code = (
-        "import os; from offbeat.envs.dataset.math_checker import MathChecker; checker = MathChecker(); "
-        "assert checker.is_equal('12', '12'); print(checker._process.pid, flush=True); os._exit(0)"
+        "import os, psutil; from offbeat.envs.dataset.math_checker import MathChecker; checker = MathChecker(1); "
+        "assert checker.is_equal('12', '12'); print(psutil.Process().children()[0].pid, flush=True); os._exit(0)"
     )
     pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
     deadline = time.monotonic() + 20
