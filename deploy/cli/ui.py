@@ -38,6 +38,9 @@ def ui(
         typer.echo(f"offbeat: run {name} is left out: {reason}", err=True)
     if not readable:
         raise typer.Exit(EXIT_CONFIG)
+    for name, archive in readable.items():
+        if url := live_url(archive.folder):
+            typer.echo(f"Run {name} is active: {url}/ui")
     port = port or free_port()
     typer.echo(f"{len(readable)} run(s) at http://{HOST}:{port}/ui (Ctrl-C ends)")
     uvicorn.run(create_folder_api(runs), host=HOST, port=port, log_level="warning")

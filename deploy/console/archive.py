@@ -28,6 +28,7 @@ from offbeat.services.control.console.schemas import (
     TrajectoryView,
 )
 from offbeat.services.rollout.tasks import train_task
+from offbeat.trainer.trackers.supervisor import without_secrets
 from offbeat.trainer.training.checkpoint import PREFIX, CheckpointError, read_checkpoint
 
 PRIVATE = ("control", "redis", "system_envs", "tracker_kwargs", "weights.url")
@@ -121,7 +122,7 @@ class FolderArchive:
             return self._series.view(names, axis, since, points)
 
     def config(self) -> Mapping[str, Any]:
-        tree = self.run_config.model_dump(mode="json")
+        tree = without_secrets(self.run_config.model_dump(mode="json"))
         return {key: value for key, value in _flatten(tree) if not _is_private(key)}
 
     def lives(self) -> list[GroupLife]:

@@ -33,18 +33,20 @@ def view_folder(archive: FolderArchive) -> RunView:
     # A killed run has no report, or that of an earlier start
     times = (max(life.admitted_at, life.submitted_at, life.trained_at, life.ended_at) for life in lives)
     ended_at = max(reported_at, max(times, default=0.0))
-    finished = step >= config.max_steps
+    finished, active = step >= config.max_steps, run_folder.find_holder(folder) is not None
+    url = live_url(folder) if active else None
+    state = RunState.RUNNING if active else RunState.FINISHED if finished else RunState.STOPPED
     endings = {ending: Counter(life.detail for life in lives if life.ending == ending) for ending in (DROPPED, FAILED)}
     num_trained = sum(life.ending == TRAINED for life in lives)
     num_ended = num_trained + sum(sum(counts.values()) for counts in endings.values())
     return RunView(
         id=config.exp_name,
-        state=RunState.FINISHED if finished else RunState.STOPPED,
-        wanted=DesiredState.RUNNING if finished else DesiredState.STOPPED,
-        phase="",
+        state=state,
+        wanted=DesiredState.RUNNING if active or finished else DesiredState.STOPPED,
+        phase=f"active: see {url}/ui" if url else "",
         error="",
         log="",
-        resumable=not finished,
+        resumable=not finished and not active,
         step=step,
         version=step,
         max_steps=config.max_steps,
@@ -52,7 +54,7 @@ def view_folder(archive: FolderArchive) -> RunView:
         created_at=began_at,
         started_at=began_at,
         running_at=began_at,
-        ended_at=ended_at,
+        ended_at=0.0 if active else ended_at,
         counters=CountersView(
             admitted=len(lives),
             submitted=sum(life.submitted for life in lives),

@@ -36,6 +36,7 @@ LEFT_OUT = (
     "no tokens are kept of it: of groups left out by variance_filter_ratio, of steps beyond console.keep_steps, and of "
     "pipelines of rows or pairs"
 )
+NO_TOKENIZER = "tokens are numbers without text: the policy's tokenizer is not in {folder} on this host"
 MAX_CACHED_STEPS = 64
 """Whose tokens are kept in memory."""
 
@@ -96,7 +97,7 @@ class RecordedTrajectories:
             duration_s=trajectory.duration_s,
             worker=trajectory.worker_id,
             metrics={name: finite(value) for name, value in trajectory.metrics.items()},
-            reason="" if tokens is not None else LEFT_OUT,
+            reason="; ".join([*([LEFT_OUT] if tokens is None else []), *self._missing_tokenizer()]),
             turns=self._turns(trajectory),
             text=self._text(trajectory),
             segments=_segments(trajectory, tokens),
@@ -109,6 +110,8 @@ class RecordedTrajectories:
         trajectory = self._find(step, number, index)
         if trajectory.text:
             return trajectory, list(trajectory.text[2::2])
+        for reason in self._missing_tokenizer():
+            raise NotRecordedError(reason)
         spans = [trajectory.segments[turn.segment].tokens[turn.start : turn.end].tolist() for turn in trajectory.turns]
         return trajectory, [self._decode(span, skip_special_tokens=True) for span in spans]
 
@@ -149,6 +152,9 @@ class RecordedTrajectories:
         except RolloutError:
             return None
 
+    def _missing_tokenizer(self) -> list[str]:
+        return [] if self._tokenizer.get() else [NO_TOKENIZER.format(folder=self._model_folder())]
+
     def _decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         tokenizer = self._tokenizer.get()
         if tokenizer is None:
@@ -186,6 +192,8 @@ class RecordedTrajectories:
         return [self._decode((first[: trajectory.turns[0].start] if trajectory.turns else first).tolist())]
 
     def _pieces(self, trajectory: Trajectory) -> dict[str, str]:
+        if self._missing_tokenizer():
+            return {}
         distinct = sorted({int(token) for segment in trajectory.segments for token in segment.tokens})
         return {str(token): self._decode([token]) for token in distinct}
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from offbeat.deploy.config.loader import dump_yaml
 from offbeat.deploy.config.run import RunConfig
@@ -115,6 +116,16 @@ def test_a_token_has_its_own_numbers(archive: FolderArchive, run_folder: Path) -
     assert all(trajectory.pieces.values())
 
 
+def test_without_a_tokenizer_tokens_are_numbers_and_the_reason_is_said(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "lake")
+    shutil.rmtree(folder / "policy")
+    trajectory = FolderArchive(folder).trajectory(6, 1)
+    assert trajectory.pieces == {}
+    assert "tokenizer is not in" in trajectory.reason
+    with pytest.raises(NotRecordedError, match="tokenizer is not in"):
+        FolderArchive(folder).frames(6, 1)
+
+
 def test_a_turn_has_the_observation_of_its_seat(tmp_path: Path) -> None:
     """Tokens without recorded text are decoded as a span; turns of two seats alternate, each in a segment of its own."""
     archive = FolderArchive(write_run(tmp_path / "lake", seats=True))
@@ -221,6 +232,17 @@ def test_the_configuration_has_no_passwords(archive: FolderArchive) -> None:
     assert config["exp_name"] == "lake"
     assert config["actor_train.training_args.learning_rate"] == 8e-4
     assert not [key for key in config if key.startswith(("redis", "control", "system_envs"))]
+
+
+def test_the_configuration_has_no_secret_of_an_env(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "lake")
+    path = folder / "config.yaml"
+    tree = yaml.safe_load(path.read_text())
+    tree["custom_envs"]["FrozenLake"]["env_config"] |= {"api_key": "s3cret", "url": "http://me:s3cret@host:1"}
+    path.write_text(yaml.safe_dump(tree))
+    config = FolderArchive(folder).config()
+    assert "s3cret" not in repr(config)
+    assert "custom_envs.FrozenLake.env_config.api_key" in config
 
 
 def test_a_complete_checkpoint_is_found_by_its_step(tmp_path: Path) -> None:

@@ -94,6 +94,17 @@ def test_a_run_that_cannot_be_read_is_named_with_its_reason(http: TestClient, ru
     assert refused.output == f"offbeat: run pond is left out: {unreadable['reason']}\n"
 
 
+def test_an_active_run_beside_others_runs_and_names_its_own_service(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "lake")
+    http = TestClient(create_folder_api(FolderRuns(tmp_path)), base_url="http://127.0.0.1")
+    with locked(folder):
+        write_endpoints(folder, Endpoints(os.getpid(), "redis://", "http://127.0.0.1:5"))
+        run = http.get("/runs/lake").json()
+    assert (run["state"], run["wanted"], run["ended_at"], run["resumable"]) == ("running", "running", 0.0, False)
+    assert run["phase"] == "active: see http://127.0.0.1:5/ui"
+    assert http.get("/runs/lake").json()["state"] == "stopped"
+
+
 def test_an_active_run_is_shown_by_its_own_service(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "lake")
     with locked(folder):
