@@ -91,7 +91,11 @@ def find(name: str) -> str:
         HubError: as `download`.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HTTPError,  # pyright: ignore[reportPrivateImportUsage] -- of its HTTP client
+        LocalEntryNotFoundError,
+    )
 
     repo, revision = _split(name)
     with _hub_errors(name):
@@ -99,8 +103,8 @@ def find(name: str) -> str:
             return _snapshot(repo, revision, local=True)
         try:
             commit = HfApi().model_info(repo, revision=revision, timeout=TIMEOUT_S).sha
-        except HfHubHTTPError as error:
-            if error.response.status_code < SERVER_ERROR:
+        except HTTPError as error:
+            if isinstance(error, HfHubHTTPError) and error.response.status_code < SERVER_ERROR:
                 raise
             return _snapshot(repo, revision, local=True)
         try:
@@ -130,6 +134,7 @@ def _hub_errors(name: str) -> Iterator[None]:
     """Translate the hub's errors to `HubError`."""
     from huggingface_hub.errors import (
         GatedRepoError,
+        HTTPError,  # pyright: ignore[reportPrivateImportUsage] -- of its HTTP client
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
@@ -150,8 +155,8 @@ def _hub_errors(name: str) -> Iterator[None]:
             f"{absent} the model hub can't be reached, and its cache has no snapshot of {repo}: set pretrain to a local "
             "Hugging Face folder, or fill the cache where there is a connection (`hf download`)"
         ) from error
-    except OSError as error:
-        reason = str(error).strip().partition("\n")[0]
+    except (OSError, HTTPError) as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise HubError(f"{name} can't be downloaded from the hub: {reason}") from error
 
 

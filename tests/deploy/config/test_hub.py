@@ -1,6 +1,7 @@
 """Models of a hub: a small one of our own answers as Hugging Face's does, or its cache does without it."""
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,8 +13,10 @@ from socketserver import BaseRequestHandler, ThreadingTCPServer
 
 import pytest
 import yaml
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
-from offbeat.deploy.config.hub import is_hub_id
+from offbeat.deploy.config.hub import HubError, download, find, is_hub_id
 from tests.hub import NAME, SHA, Hub
 from tests.paths import ROOT
 
@@ -86,6 +89,37 @@ def test_without_a_hub_an_id_is_refused_at_once(folder: Path, tmp_path: Path, en
     assert done.returncode == 2
     assert "pretrain: there is no folder tiny/boxes, and the model hub can't be reached" in done.stderr
     assert requests["all"] <= most
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_a_hub_that_is_too_slow_is_one_that_can_not_be_reached(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cached: bool
+):
+    model = tmp_path / "models--tiny--boxes"
+    if is_cached:
+        shutil.copytree(folder / "policy", model / "snapshots" / SHA)
+        (model / "refs").mkdir()
+        (model / "refs" / "main").write_text(SHA)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("offbeat.deploy.config.hub._is_online", lambda: True)
+    monkeypatch.setattr(HfApi, "model_info", no_answer)
+    if is_cached:
+        assert find(NAME) == str(model / "snapshots" / SHA)
+    else:
+        with pytest.raises(HubError, match="the model hub can't be reached"):
+            find(NAME)
+
+
+def test_a_download_that_breaks_off_is_a_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("offbeat.deploy.config.hub._is_online", lambda: True)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", no_answer)
+    with pytest.raises(HubError, match=f"{NAME} can't be downloaded from the hub: ReadTimeout"):
+        download(NAME)
+
+
+def no_answer(*_: object, **__: object) -> None:
+    """Raise as the hub's HTTP client, whose errors are not OSErrors."""
+    raise type("ReadTimeout", (HTTPError,), {})("")
 
 
 def test_a_snapshot_without_weights_is_no_policy(folder: Path, tmp_path: Path):
