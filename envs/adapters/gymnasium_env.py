@@ -75,8 +75,8 @@ class GymnasiumEnv(TextEnv):
             raise ValueError(f"observation: ansi needs render_mode: ansi, got {settings['render_mode']}")
         try:
             made: gymnasium.Env[Any, Any] = gymnasium.make(config.id, **settings)
-        except (gymnasium.error.Error, ImportError, TypeError) as error:
-            raise ValueError(f"gymnasium.make({config.id!r}): {error}") from error
+        except Exception as error:  # an env may raise anything
+            raise ValueError(f"gymnasium.make({config.id!r}): {type(error).__name__}: {error}") from error
         modes, mode = cast(list[str], made.metadata.get("render_modes") or []), settings.get("render_mode")
         if mode is not None and mode not in modes:
             made.close()

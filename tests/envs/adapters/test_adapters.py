@@ -227,6 +227,7 @@ def test_a_game_shows_only_new_log_lines_and_can_be_won():
     ("module", "env_type", "env_config", "message"),
     [
         ("gymnasium", "gymnasium", {"id": "Nope-v1"}, "doesn't exist"),
+        ("gymnasium", "gymnasium", {"id": "FrozenLake-v1", "kwargs": {"map_name": "5x5"}}, "KeyError: '5x5'"),
         ("gymnasium", "gymnasium", {"id": "CartPole-v1", "actions": ["left"]}, "1 names of actions"),
         ("gymnasium", "gymnasium", {"id": "CartPole-v1", "action_pattern": "x"}, "has 0 groups"),
         ("gymnasium", "gymnasium", {"id": "CartPole-v1", "wrappers": [{"path": "gymnasium:Nope"}]}, "'gymnasium:Nope'"),
