@@ -2,9 +2,9 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from offbeat.deploy.config.run import RunConfig
 from offbeat.envs import registry
@@ -36,15 +36,25 @@ def _words(config: RunConfig) -> Iterator[str]:
         if words is None or isinstance(words, property):
             words = _words_of_instance(env)
         if words is None:
-            raise MissingWordsError(
-                f"{env.env_type} does not declare its words, which the tiny policy's tokenizer needs: add an attribute "
-                "`words` to its class (gymnasium: set env_config.words), or set pretrain to a Hugging Face folder"
-            )
+            raise MissingWordsError(_missing_words(env.env_type, env.env_config))
         yield from words
         for template in (env.agent_system_template or "", env.env_instruction or "", env.agent_template):
             yield from (word for word in template.split() if "{" not in word)
         if "{step}" in env.agent_template or "{actions_left}" in env.agent_template:
             yield from (str(number) for number in range(env.max_steps + 1))
+
+
+def _missing_words(env_type: str, env_config: Mapping[str, Any]) -> str:
+    key = "env_config"
+    while env_type == "tools":
+        env_type, env_config, key = env_config["env_type"], env_config.get("env_config", {}), f"{key}.env_config"
+    remedy = "" if env_type in registry.BUILT_IN else "add an attribute `words` to its class, or "
+    if "words" in registry.setting_names(env_type):
+        remedy = f"set {key}.words, or "
+    return (
+        f"{env_type} does not declare its words, which the tiny policy's tokenizer needs: {remedy}set pretrain to a "
+        "Hugging Face folder"
+    )
 
 
 def _words_of_teachers(config: RunConfig) -> Iterator[str]:

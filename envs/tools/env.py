@@ -1,5 +1,6 @@
 """Tool wrapper for any env, which never sees a call; rewards and end are unchanged."""
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -96,6 +97,15 @@ class ToolEnv(gymnasium.Env[str, str]):
         self._seat = ""
         self._uses: Counter[str] = Counter()
         self._paid_seats: set[str] = set()
+
+    @property
+    def words(self) -> tuple[str, ...] | None:
+        """Words of the wrapped env and the prompt, for the tiny policy's tokenizer; None if that env declares none."""
+        inner = self._env.unwrapped
+        words = getattr(inner, "words", None)
+        if words is None:
+            words = getattr(sys.modules[type(inner).__module__], "WORDS", None)
+        return None if words is None else tuple(dict.fromkeys((*words, *self.system_prompt.split())))
 
     @cached_property
     def observation_space(self) -> gymnasium.Space[str]:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -1,6 +1,7 @@
 """A model that no conversation can be had with is refused before anything starts."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,33 @@ def test_gymnasium_names_its_words_for_the_tiny_policy(words: list[str], refused
     if not refused:
         vocabulary = collect_words(validate_tree(compose_tree(QUICKSTART, config)))
         assert {"15", "0,", "Answer", "3"} <= set(vocabulary)
+
+
+@pytest.mark.parametrize(
+    ("inner", "message"),
+    [
+        ("env_type: frozen_lake", None),
+        (
+            "env_type: gymnasium, env_config: {id: FrozenLake-v1}",
+            "gymnasium does not .*: set env_config.env_config.words, or",
+        ),
+        ("env_type: math, env_config: {dataset_name: ROWS}", "math does not declare .* needs: set pretrain"),
+    ],
+)
+def test_tools_have_the_words_of_the_env_within(inner: str, message: str | None, tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text("\n".join('{"question": "1 + 1?", "answer": "2"}' for _ in range(16)))
+    (tmp_path / "corpus.txt").write_text("a passage\n")
+    tool = f"{{tool_id: search, corpus: {tmp_path / 'corpus.txt'}}}"
+    inner = inner.replace("ROWS", str(tmp_path / "rows.jsonl"))
+    tag = f"{{env_type: tools, env_config: {{{inner}, tools: [{tool}]}}}}"
+    tags = ("train_env_manager.tags=[Tools]", "val_env_manager.tags=[Tools]")
+    config = ("~custom_envs.FrozenLake", f"+custom_envs.Tools={tag}", *tags, "warm_start=null", "sequence_length=400")
+    found = problems(Path("tiny"), *config)
+    if message:
+        assert re.match(message, found["pretrain"])
+        return
+    assert found == {}
+    assert {"Left", "<search>words</search>"} <= set(collect_words(validate_tree(compose_tree(QUICKSTART, config))))
 
 
 def with_tools(folder: Path, *overrides: str) -> dict[str, str]:
