@@ -82,7 +82,9 @@ class ComponentStore:
             pipe.hgetall(keys.doing)
             pipe.hgetall(keys.served)
             pipe.exists(keys.lease)
-            return ComponentReports.decode(*await pipe.execute())
+            pipe.time()
+            workers, replicas, leased, (now_s, now_us) = await pipe.execute()
+        return ComponentReports.decode(workers, replicas, leased, ahead_s=self.clock() - now_s - now_us / 1e6)
 
     async def newest_metrics(self, run_id: str, window_s: float) -> list[bytes]:
         """Return encoded metric records of the last seconds of Redis' clock, by which they are numbered, oldest first."""

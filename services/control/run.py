@@ -257,9 +257,28 @@ class ComponentReports:
     leased: bool
 
     @classmethod
-    def decode(cls, workers: Mapping[bytes, bytes], replicas: Mapping[bytes, bytes], leased: int) -> "ComponentReports":
+    def decode(
+        cls, workers: Mapping[bytes, bytes], replicas: Mapping[bytes, bytes], leased: int, ahead_s: float
+    ) -> "ComponentReports":
+        """Decode reports, with times of a clock that is ahead of Redis' one."""
         return cls(
-            {name.decode(): json.loads(blob) for name, blob in workers.items()},
-            {name.decode(): decode_report(blob) for name, blob in replicas.items()},
+            {name.decode(): _on_clock(json.loads(blob), ahead_s) for name, blob in workers.items()},
+            {name.decode(): decode_report(blob).on_clock(ahead_s) for name, blob in replicas.items()},
             bool(leased),
         )
+
+
+def _on_clock(report: Mapping[str, Any], ahead_s: float) -> Mapping[str, Any]:
+    """Return a worker's report with times of a clock that is ahead of Redis' one; those of older workers are unchanged."""
+    if "received" not in report:
+        return report
+    at = report["received"] + ahead_s
+    waits = {
+        kind: {
+            unit: {wait: [number, since + at - report["at"]] for wait, (number, since) in by_wait.items()}
+            for unit, by_wait in report[kind].items()
+        }
+        for kind in ("groups", "evaluations")
+        if kind in report
+    }
+    return {**report, **waits, "at": at}

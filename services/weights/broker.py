@@ -109,8 +109,10 @@ class WeightBroker:
 
     async def replicas(self) -> dict[str, ReplicaReport]:
         blobs = cast(dict[bytes, bytes], await self._redis.hgetall(self._keys.served))
-        reports = {replica.decode(): decode_report(blob) for replica, blob in blobs.items()}
-        silent = [replica for replica, report in reports.items() if report.at < self._clock() - MAX_REPORT_AGE_S]
+        now, (redis_s, redis_us) = self._clock(), await self._redis.time()
+        ahead_s = now - redis_s - redis_us / 1e6
+        reports = {replica.decode(): decode_report(blob).on_clock(ahead_s) for replica, blob in blobs.items()}
+        silent = [replica for replica, report in reports.items() if report.at < now - MAX_REPORT_AGE_S]
         if silent:
             await self._write("HDEL", self._keys.served, *silent)
         return {replica: report for replica, report in reports.items() if replica not in silent}

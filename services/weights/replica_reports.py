@@ -1,6 +1,6 @@
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from offbeat.services.errors import CodecError
@@ -41,6 +41,17 @@ class ReplicaReport:
     """`Locality.memory` of its process."""
     fetching: FetchState | None = None
     """Longest read of newer versions."""
+    received: float | None = None
+    """`at` by Redis' clock, since nodes' clocks differ; older replicas have none."""
+
+    def on_clock(self, ahead_s: float) -> "ReplicaReport":
+        """Return it with times of a clock that is ahead of Redis' one."""
+        if self.received is None:
+            return self
+        shift_s = self.received + ahead_s - self.at
+        load = replace(self.load, loading_since=self.load.loading_since + shift_s)
+        fetching = self.fetching and replace(self.fetching, since=self.fetching.since + shift_s)
+        return replace(self, at=self.at + shift_s, load=load, fetching=fetching)
 
 
 def encode_report(report: ReplicaReport) -> bytes:

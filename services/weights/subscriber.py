@@ -114,8 +114,10 @@ class RedisWeightSubscriber:
     async def report(self, replica_id: str, version: int, load: ReplicaLoad = IDLE) -> None:
         place = this_locality()
         fetching = self._reader.fetching(newer_than=version)
-        report = ReplicaReport(version, time.time(), load, place.host, place.memory, fetching)
         with _retryable():
+            now_s, now_us = await self._redis.time()
+            received = now_s + now_us / 1e6
+            report = ReplicaReport(version, time.time(), load, place.host, place.memory, fetching, received)
             await self._write("HSET", self._keys.served, replica_id, encode_report(report))
 
     async def retire(self, replica_id: str) -> None:

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import redis
@@ -16,6 +17,7 @@ from offbeat.services.weights import broker as service
 from offbeat.services.weights.broker import UNANNOUNCED_TTL_S, WeightBroker
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.publisher import RedisWeightPublisher
+from offbeat.services.weights.replica_reports import ReplicaReport, encode_report
 from offbeat.services.weights.subscriber import RedisWeightSubscriber
 from offbeat.services.weights.transports.base import StoredFile, file_name, owner_of
 from offbeat.services.weights.transports.factory import cleanup
@@ -105,21 +107,35 @@ async def test_the_lag_of_every_living_replica_becomes_a_metric(
     assert {record.labels["replica"]: record.values["lag"].value for record in records} == {"current": 0, "behind": 2}
 
 
+async def write_report(client: AsyncRedis, replica: str, *, age_s: float = 0.0, behind_s: float = 0.0) -> None:
+    """behind_s: of the node's clock."""
+    now_s, _ = cast(tuple[int, int], await client.time())
+    report = encode_report(ReplicaReport(0, now_s - age_s - behind_s, received=now_s - age_s))
+    await cast(Any, client).hset(RunKeys(RUN).served, replica, report)
+
+
 async def test_a_silent_replica_is_forgotten(client: AsyncRedis, redis_url: str, config: WeightsConfig) -> None:
     publish(redis_url, config, 1)
-    await RedisWeightSubscriber(client, RUN, config, Path("unused")).report("dead", 0)
-    broker = WeightBroker(client, RUN, config, Path("unused"), clock=lambda: time.time() + 3600)
-    assert await broker.measure() == {}
+    await write_report(client, "dead", age_s=60.0)
+    assert await WeightBroker(client, RUN, config, Path("unused")).measure() == {}
     assert await client.exists(RunKeys(RUN).served) == 0
+
+
+async def test_a_replica_on_a_node_whose_clock_is_behind_is_not_forgotten(
+    client: AsyncRedis, redis_url: str, config: WeightsConfig
+) -> None:
+    publish(redis_url, config, 1)
+    await write_report(client, "behind", behind_s=3600.0)
+    assert await WeightBroker(client, RUN, config, Path("unused")).measure() == {"behind": 0}
 
 
 async def test_a_broker_of_an_earlier_run_forgets_no_replica_of_the_new_one(
     client: AsyncRedis, redis_url: str, config: WeightsConfig
 ) -> None:
     publish(redis_url, config, 1)
-    await RedisWeightSubscriber(client, RUN, config, Path("unused")).report("ours", 0)
+    await write_report(client, "ours", age_s=60.0)
     await client.hset(RunKeys(RUN).record, "uid", "new")  # pyright: ignore[reportGeneralTypeIssues]
-    late = WeightBroker(client, RUN, config, Path("unused"), run_uid="old", clock=lambda: time.time() + 3600)
+    late = WeightBroker(client, RUN, config, Path("unused"), run_uid="old")
     await late.measure()
     assert await client.hkeys(RunKeys(RUN).served) == [b"ours"]  # pyright: ignore[reportGeneralTypeIssues]
 
