@@ -96,16 +96,21 @@ def batch_gauges(
     values: Tensor | None,
     version: int | None,
     critic_weights: Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> dict[str, Partial]:
     """Return a batch's gauges, identical on every rank; staleness is in versions.
 
-    critic_weights: [M], 0 where the critic is not trained; None: it is trained at each token.
+    critic_weights, weights: [M], 0 where critic or policy is not trained; None: it is trained at each token.
     """
     if not batch.num_sampled:
         return {}
     lengths = torch.bincount(batch.trajectory, minlength=len(batch.episode_reward)).float()
+    rewards = batch.episode_reward
+    if weights is not None:
+        masked = torch.isin(torch.arange(len(rewards)), batch.trajectory[weights == 0])
+        rewards, advantages = rewards[~masked], advantages[weights > 0]
     out = {
-        **_spread("shaped_reward", batch.episode_reward),
+        **_spread("shaped_reward", rewards),
         **_spread("advantage", advantages),
         **_spread("tokens/response_length", lengths),
         "tokens_trained": Partial("sum", float(batch.num_sampled)),
@@ -136,6 +141,8 @@ def _version_ranges(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _spread(name: str, values: Tensor) -> dict[str, Partial]:
+    if not len(values):
+        return {}
     total, low, high = _floats([values.sum(), values.min(), values.max()])
     return {
         f"{name}/mean": Partial("mean", total, float(len(values))),

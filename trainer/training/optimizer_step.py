@@ -143,7 +143,9 @@ class BatchTrainer:
         if seen is not None and (logprobs := merge_seen(seen, self._ranks)) is not None:
             self.last_step = StepTokens(step + 1, tuple(selected), batch, targets, logprobs, self._config)
         self.kl.update(targets.kl_in_reward, len(batch.episode_reward))
-        fixed = batch_gauges(batch, targets.advantages, targets.returns, values, step, targets.critic_weights)
+        fixed = batch_gauges(
+            batch, targets.advantages, targets.returns, values, step, targets.critic_weights, targets.weights
+        )
         if targets.teacher_kl is not None:
             fixed["actor/teacher_kl"] = Partial("mean", targets.teacher_kl * batch.num_sampled, batch.num_sampled)
         if self._config.add_token_level_kl:

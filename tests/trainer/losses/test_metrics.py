@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+from offbeat.services.messages.types import StopReason
 from offbeat.services.telemetry import Partial, merge_all
 from offbeat.trainer.algorithms.ratio import TokenLosses
 from offbeat.trainer.config.algorithm import AlgorithmConfig
@@ -14,6 +15,7 @@ from offbeat.trainer.losses.metrics import (
     with_effective_sample_size,
 )
 from offbeat.trainer.losses.targets import build_targets
+from tests.copying import replace
 from tests.trainer.trajectories import group, trajectory, two_groups
 
 RATIO = torch.tensor([1.0, 3.0, 0.5, 2.0], dtype=torch.float64)
@@ -112,6 +114,19 @@ def test_the_critics_gauges_cover_the_tokens_that_it_is_trained_at():
     assert got["critic/values/max"].value == 0.0
     assert got["critic/returns/max"].value == pytest.approx(float(targets.returns[first].max()))
     assert got["critic/explained_variance"].value == pytest.approx(0.0, abs=1e-6)
+
+
+def test_masked_episodes_are_in_no_gauge_of_trained_ones():
+    cut = replace(trajectory(2, [(1, 3, 9.0)]), stop_reason=StopReason.MAX_LENGTH)
+    batch = pack([group(0, trajectory(0, [(1, 2, 1.0)]), trajectory(1, [(1, 2, 0.0)]), cut)])
+    config = AlgorithmConfig.model_validate({"max_len_mask": True, "whiten_advantages": True})
+    targets = build_targets(batch, config, version=2)
+    got = batch_gauges(batch, targets.advantages, None, None, 2, None, targets.weights)
+    assert got["advantage/mean"].value == pytest.approx(0.0, abs=1e-6)
+    assert (got["advantage/mean"].count, got["shaped_reward/mean"].count) == (4, 2)
+    assert (got["shaped_reward/mean"].value, got["shaped_reward/max"].value) == (0.5, 1.0)
+    nothing = batch_gauges(batch, targets.advantages, None, None, 2, None, torch.zeros(7))
+    assert not {"advantage/mean", "shaped_reward/mean"} & nothing.keys()
 
 
 def test_empty_batch_has_no_gauges():
