@@ -12,8 +12,14 @@ from starlette.responses import Response
 from offbeat.services.control.rights import TokenGrant
 
 COOKIE = "offbeat_session"
+"""Followed by the port: browsers send cookies to all ports of a host."""
 PURPOSE = b"offbeat browser session"
 MAX_AGE_S = 7 * 24 * 3600
+
+
+def cookie_of(request: Request) -> str:
+    port = request.headers.get("host", "").rpartition(":")[2]
+    return f"{COOKIE}_{port}" if port.isascii() and port.isdecimal() else COOKIE
 
 
 def session_of(token: str) -> str:
@@ -22,7 +28,7 @@ def session_of(token: str) -> str:
 
 def find_session(request: Request, grants: Sequence[TokenGrant]) -> TokenGrant | None:
     """Return the grant of the request's cookie; changes only from a page of this origin."""
-    given = request.cookies.get(COOKIE, "").encode()
+    given = request.cookies.get(cookie_of(request), "").encode()
     # All are compared, so that the time reveals nothing
     matching = [grant for grant in grants if hmac.compare_digest(given, session_of(grant.token).encode())]
     return matching[0] if matching and is_same_origin(request) else None
@@ -41,11 +47,17 @@ def is_same_origin(request: Request) -> bool:
     return same_origin and request.headers.get("sec-fetch-site", "none") in ("none", "same-origin")
 
 
-def open_session(response: Response, token: str, *, secure: bool) -> None:
+def open_session(request: Request, response: Response, token: str) -> None:
     response.set_cookie(
-        COOKIE, session_of(token), max_age=MAX_AGE_S, httponly=True, samesite="strict", secure=secure, path="/"
+        cookie_of(request),
+        session_of(token),
+        max_age=MAX_AGE_S,
+        httponly=True,
+        samesite="strict",
+        secure=request.url.scheme == "https",
+        path="/",
     )
 
 
-def close_session(response: Response) -> None:
-    response.delete_cookie(COOKIE, httponly=True, samesite="strict", path="/")
+def close_session(request: Request, response: Response) -> None:
+    response.delete_cookie(cookie_of(request), httponly=True, samesite="strict", path="/")

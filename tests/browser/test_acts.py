@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from redis import Redis
@@ -373,7 +374,11 @@ def test_a_browser_logs_in_by_a_cookie_that_scripts_cannot_read(
         page.get_by_role("button", name="Log in").click()
         page.get_by_role("heading", name="Start a run").wait_for()
         (cookie,) = page.context.cookies()
-        assert (cookie["name"], cookie["httpOnly"], cookie["sameSite"]) == (COOKIE, True, "Strict")
+        assert (cookie["name"], cookie["httpOnly"], cookie["sameSite"]) == (
+            f"{COOKIE}_{urlsplit(url).port}",
+            True,
+            "Strict",
+        )
         assert "operate" not in json.dumps(page.context.storage_state())
         assert page.evaluate("document.cookie") == ""
         assert act(page, "Pause") == "lake is to be paused; it is running."

@@ -66,13 +66,13 @@ def _session_routes(tokens: Tokens, access: Access) -> APIRouter:
             if (refusal := find_refused_login(request)) is not None:
                 raise HttpError(*refusal)
             raise HttpError(401, "unauthorized", "this is no token of the service")
-        open_session(response, grant.token, secure=request.url.scheme == "https")
+        open_session(request, response, grant.token)
         return SessionView(access=grant.scope, needs_token=True)
 
     @routes.delete("/session", responses=refusals())
-    async def log_out(response: Response) -> SessionView:
+    async def log_out(request: Request, response: Response) -> SessionView:
         """Close the session."""
-        close_session(response)
+        close_session(request, response)
         return SessionView(access="none" if tokens.grants else access, needs_token=bool(tokens.grants))
 
     return routes

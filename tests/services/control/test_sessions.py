@@ -45,6 +45,19 @@ async def test_a_cookie_serves_no_other_origin_and_no_other_service(redis_url: s
         assert (await api.http.get("/runs/lake")).status_code == 401
 
 
+async def test_services_on_two_ports_of_a_host_keep_their_sessions(redis_url: str) -> None:
+    """A browser sends a host's cookies to all its ports."""
+    urls = ("http://127.0.0.1:8000", "http://127.0.0.1:8001")
+    async with api_harness(redis_url, "one") as first, api_harness(redis_url, "other") as second:
+        mounts = {url: httpx.ASGITransport(each.api) for url, each in zip(urls, (first, second), strict=True)}
+        async with httpx.AsyncClient(mounts=mounts) as browser:
+            for url, token in zip(urls, ("one", "other"), strict=True):
+                await browser.post(f"{url}/session", json={"token": token})
+            assert [(await browser.get(f"{url}/runs")).status_code for url in urls] == [200, 200]
+            await browser.delete(f"{urls[0]}/session")
+            assert [(await browser.get(f"{url}/runs")).status_code for url in urls] == [401, 200]
+
+
 async def test_wrong_logins_are_limited(redis_url: str) -> None:
     async with api_harness(redis_url, "operate") as api:
         codes = [code(await log_in(api, "guess")) for _ in range(WRONG_TOKEN_BURST + 5)]
