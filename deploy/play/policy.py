@@ -14,7 +14,7 @@ from offbeat.services.messages.types import (
     VersionSpan,
 )
 from offbeat.trainer.config.issue import ConfigIssue
-from offbeat.trainer.training.checkpoint import describe, is_checkpoint, writing_order
+from offbeat.trainer.training.checkpoint import describe, is_checkpoint, read_uploaded, writing_order
 
 CHECKPOINTS = "checkpoints"
 
@@ -30,6 +30,12 @@ def policy_folder(path: Path) -> Path:
     ]
     if checkpoints:
         return max(checkpoints, key=lambda each: writing_order(describe(each)))
+    url, uploaded = read_uploaded(path / CHECKPOINTS)
+    if uploaded:
+        message = (
+            f"the checkpoints of {path} are only in a store: download {url}/{uploaded[-1].name}, and name its folder"
+        )
+        raise ConfigError([ConfigIssue("", message)])
     raise ConfigError([ConfigIssue("", f"{path} is neither a model folder (config.json) nor a run with checkpoints")])
 
 

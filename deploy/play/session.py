@@ -5,14 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
 
+from offbeat.deploy.config import hub
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.play.agents import TextSampler, load_chat, make_random_agent
 from offbeat.deploy.play.episode import trace_episode
-from offbeat.deploy.play.policy import CHECKPOINTS, BatchingSampler, SamplingParams, TransformersPolicy, policy_folder
+from offbeat.deploy.play.policy import BatchingSampler, SamplingParams, TransformersPolicy, policy_folder
 from offbeat.deploy.play.rollouts import EpisodeRequest, EpisodeResult, run_episodes
 from offbeat.deploy.play.target import PlayTarget, build_target, check_rendering, remove_token_limits
 from offbeat.deploy.play.vision_policy import VisionPolicy
+from offbeat.deploy.run_folder import newest_saved
 from offbeat.envs import registry
 from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.chat.template_override import write_policy_folder
@@ -76,21 +78,23 @@ def _random_runtime(config: RunConfig, chat: ChatFormat) -> AgentRuntime | None:
 
 
 def find_policy(config: RunConfig, agent: str | Path | None = None) -> Path:
-    """Return the model folder of `agent`, the newest checkpoint, or `pretrain`.
+    """Return the model folder of `agent`, the newest checkpoint, or `pretrain`, downloaded from a hub.
 
     Raises ValueError without a checkpoint of a built-in policy.
     """
-    default = config.output_dir if (config.output_dir / CHECKPOINTS).is_dir() else Path(config.pretrain)
-    if agent is None and str(default) == "tiny":
+    if agent or newest_saved(config.output_dir) is not None:
+        return policy_folder(Path(agent or config.output_dir))
+    if config.pretrain == "tiny":
         raise ValueError(
             f"{config.output_dir} holds no checkpoints: train first, or name a policy's folder or `random`"
         )
-    if agent is None and config.chat_template is not None and default == Path(config.pretrain):
-        folder = Path(mkdtemp(prefix="offbeat-policy-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        write_policy_folder(default, folder, config.chat_template)
-        return folder
-    return policy_folder(Path(agent) if agent else default)
+    pretrain = Path(hub.download(config.pretrain) if hub.is_hub_id(config.pretrain) else config.pretrain)
+    if config.chat_template is None:
+        return policy_folder(pretrain)
+    folder = Path(mkdtemp(prefix="offbeat-policy-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    write_policy_folder(pretrain, folder, config.chat_template)
+    return folder
 
 
 def load_sampler(folder: Path, chat: ChatFormat, target: PlayTarget, seed: int) -> BatchingSampler:
