@@ -278,7 +278,7 @@ def learner_reproduce(
 ) -> None:
     """Repeat training on recorded batches (`record_batches`) and compare weights.
 
-    Exit codes: 0 bitwise equal, 1 different, 2 not reproducible.
+    Exit codes: 0 bitwise equal, or no later checkpoint to compare with, 1 different, 2 not reproducible.
     """
     from rich.console import Console
 
