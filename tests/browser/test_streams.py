@@ -108,3 +108,14 @@ def test_a_stream_of_a_deleted_run_or_at_its_end_is_not_opened_again(control_url
     page.get_by_role("link", name="Acts").click()
     page.locator("#lost:empty").wait_for(state="attached")
     page.problems.clear()  # Chromium reports the 404 itself
+
+
+def test_a_run_that_is_resumed_after_its_end_is_followed_again(control_url: str, redis_url: str, page: Any) -> None:
+    with page.expect_response(lambda each: each.status == 204):
+        page.goto(f"{control_url}/ui/#/mesh/pond")
+    page.locator("#state", has_text="finished").wait_for()
+    with Redis.from_url(redis_url) as redis:
+        redis.hset(RunKeys("pond").record, "state", RunState.RUNNING)
+    show(page, hidden=True)
+    show(page, hidden=False)
+    page.locator("#state", has_text="running").wait_for()

@@ -209,6 +209,19 @@ def test_curves_are_drawn_without_a_comparison_of_their_configurations(folder_ur
     page.problems.clear()  # Chromium reports the 422 itself
 
 
+def test_curves_follow_an_active_run_beside_one_that_has_ended(control_url: str, page: Any) -> None:
+    page.goto(f"{control_url}/ui/#/curves/pond?runs=pond,lake")
+    page.locator(".uplot canvas").first.wait_for()
+    for _ in range(2):  # the first is due to what the stream says at its end
+        with page.expect_request(lambda each: "/runs/lake/series" in each.url):
+            pass
+
+
+def test_an_address_of_no_view_shows_the_mesh(folder_url: str, page: Any) -> None:
+    page.goto(f"{folder_url}/ui/#/constructor/lake")
+    page.locator("#views [aria-current=page]", has_text="Mesh").wait_for()
+
+
 def test_an_unknown_metric_has_no_empty_chart(folder_url: str, page: Any) -> None:
     page.goto(f"{folder_url}/ui/#/curves/lake?names=eval/sampled/success")
     page.get_by_text("The runs have no such metric.").wait_for()

@@ -5,6 +5,7 @@ import { decodeTrajectory } from "./msgpack.js";
 
 const JSON_TYPE = "application/json";
 const REOPEN_MS = 1000;
+const RESUMED_MS = 30_000;  // until the next look at a run that has ended
 const UNREACHABLE = "unreachable";
 
 /** Refusal by the service: what is wrong, and for a configuration each key. */
@@ -33,13 +34,9 @@ async function call(method, path, { body, type = JSON_TYPE, accept = JSON_TYPE, 
   if (position) headers["last-event-id"] = position;
   const response = await fetch(path, { method, headers, body, signal, credentials: "same-origin" });
   if (response.ok) return response;
-  let error = { code: UNREACHABLE, message: `${response.status} ${response.statusText}` };
-  try {
-    error = (await response.json()).error ?? error;
-  } catch {
-    // not the service's own answer: its status says enough
-  }
-  throw new Refusal(response.status, error);
+  // Of an answer that is not the service's own, the status says enough
+  const error = await response.json().then((/** @type {any} */ answer) => answer.error).catch(() => null);
+  throw new Refusal(response.status, error ?? { code: UNREACHABLE, message: `${response.status} ${response.statusText}` });
 }
 
 /** @type {Map<string, Promise<any>>} */
@@ -97,7 +94,7 @@ export function listen(run, listeners, fromStart = false) {
   const kinds = Object.keys(listeners).map((kind) => `kind=${kind}`).join("&");
   const path = `/runs/${encodeURIComponent(run)}/events?${kinds}${fromStart ? "&from_start=true" : ""}`;
   let opened = new AbortController();
-  let position = "";
+  let [position, reopenMs] = ["", REOPEN_MS];
   const dispatch = (/** @type {string} */ message) => {
     const { event, data, id } = Object.fromEntries(message.split("\n").map((line) => line.split(/: (.*)/s, 2)));
     position = id ?? position;
@@ -107,7 +104,8 @@ export function listen(run, listeners, fromStart = false) {
   const read = async (/** @type {AbortSignal} */ signal) => {
     const { body, status } = await call("GET", path, { accept: "text/event-stream", position, signal });
     sayLost("");
-    if (!body || status === 204) return end();
+    reopenMs = status === 204 ? RESUMED_MS : REOPEN_MS;
+    if (!body || status === 204) return;
     const [reader, decoder] = [body.getReader(), new TextDecoder()];
     for (let text = "", part = await reader.read(); !part.done; part = await reader.read()) {
       const messages = (text + decoder.decode(part.value, { stream: true })).split("\n\n");
@@ -123,7 +121,7 @@ export function listen(run, listeners, fromStart = false) {
       sayLost(/** @type {Error} */ (error).message);
       if (!isPassing(error)) return end();
     }
-    if (!signal.aborted) setTimeout(follow, REOPEN_MS, signal);
+    if (!signal.aborted) setTimeout(follow, reopenMs, signal);
   };
   const open = () => {
     opened.abort();

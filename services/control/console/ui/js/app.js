@@ -45,7 +45,7 @@ let turn = 0;
 function readAddress() {
   const [path, query] = location.hash.slice(1).split("?");
   const [, view, run] = path.split("/");
-  return { view: view in VIEWS ? view : "mesh", run: decodeURIComponent(run ?? ""), params: new URLSearchParams(query) };
+  return { view: Object.hasOwn(VIEWS, view) ? view : "mesh", run: decodeURIComponent(run ?? ""), params: new URLSearchParams(query) };
 }
 
 /** @param {string} run @param {string} view @param {Record<string, any>} params */

@@ -134,6 +134,8 @@ export async function show(context, main) {
   };
   await draw();
   let due = false;
+  // Of other runs no events arrive
+  const others = context.runs.some((each) => chosen.has(each.id) && each.id !== context.run && !each.ended_at);
   const on = {
     run: (/** @type {any} */ view) => { run = view; due = true; },
     history: (/** @type {any} */ { event, at, detail }) => {
@@ -142,7 +144,7 @@ export async function show(context, main) {
       due = true;
     },
   };
-  const timer = setInterval(() => { if (due && !document.hidden) { due = false; draw(); } }, REFRESH_MS);
+  const timer = setInterval(() => { if ((due || others) && !document.hidden) { due = false; draw(); } }, REFRESH_MS);
   return { on, fromStart: true, leave: () => { clearInterval(timer); plots.forEach((each) => each.destroy()); } };
 }
 
