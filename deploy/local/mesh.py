@@ -51,6 +51,7 @@ from offbeat.services.errors import MeshError
 from offbeat.services.keys import RunKeys
 from offbeat.services.process import free_port
 from offbeat.services.redis.connection import connect, connect_async
+from offbeat.services.redis.run_writes import RunWrites
 from offbeat.services.redis.url import connection_problem, redact
 from offbeat.services.retry import retry_until_answered
 from offbeat.services.telemetry import RedisMetrics
@@ -70,6 +71,7 @@ LEARNER_GRACE_S = 4.0
 """Exit time beyond twice the last step's, besides that of a checkpoint."""
 EXIT_GRACE_S = 1.0
 ANSWER_TIMEOUT_S = 120.0
+HEARTBEAT_INTERVAL_S = 2.0
 SHARED_MEMORY_SCAN_INTERVAL_S = 1.0
 
 
@@ -92,6 +94,7 @@ class LocalMesh:
         self._ray_temp_lock: int | None = None
         self._ray: RayHead | None = None
         self._launched = asyncio.Event()
+        self._uid = ""
         self.owns_run = False
         """False if another mesh has the run."""
         self._shared_memory: set[Path] = set()
@@ -120,6 +123,10 @@ class LocalMesh:
         ray.launch()
         self._launched.set()
         await self._start_redis()
+        await self._record_run()
+        return await run_beside(self._start_run(ray, port), [self._send_heartbeats()])
+
+    async def _start_run(self, ray: RayHead, port: int) -> ControlClient:
         await self._start_learner_early()
         await ray.wait_until_up()
         self._record_timing("ray")
@@ -158,25 +165,45 @@ class LocalMesh:
         self._redis = connect(self._redis_url)
         self._record_timing("redis")
 
-    async def _start_learner_early(self) -> None:
-        """Start a CPU learner first: its warm-up is longest."""
+    async def _record_run(self) -> None:
+        """Record the run; raises `RunExistsError`."""
         config, redis = self._config, self._redis
         assert redis is not None
         async with connect_async(self._redis_url) as async_redis:
             store = RunStore(async_redis, mesh=self._id)
             record, _ = await store.create(run_spec(config), takeover=self._server is not None)
-            self.owns_run = True
+            self._uid, self.owns_run = record.uid, True
         RedisMetrics(redis, config.exp_name, record.uid).append(command_started(self._started_at))
+
+    async def _send_heartbeats(self) -> None:
+        """Keep the run active until the control service does: other starts by its name may share an external Redis."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+            try:
+                await asyncio.to_thread(self._write_record, "beat", str(time.time()))
+            except RedisError as error:
+                logger.warning("can't write the run's heartbeat: %s; retrying", error)
+
+    def _write_record(self, *fields: str) -> None:
+        """Write fields and values, unless the run was deleted."""
+        assert self._redis is not None
+        run_id = self._config.exp_name
+        RunWrites(self._redis, run_id, self._uid)("HSET", RunKeys(run_id).record, *fields)
+
+    async def _start_learner_early(self) -> None:
+        """Start a CPU learner first: its warm-up is longest."""
+        config, redis = self._config, self._redis
+        assert redis is not None
         # No process of this run is alive: its files in shared memory are leftovers of a killed command.
         await asyncio.to_thread(cleanup, config.exp_name, config.weights, self._folder)
         await asyncio.to_thread(prepare_folder, config)
-        await asyncio.to_thread(prepare_buffer, redis, config, record.uid)
+        await asyncio.to_thread(prepare_buffer, redis, config, self._uid)
         await asyncio.to_thread(release_all_workers, redis, config.exp_name)
         if config.control.learner == "managed" and config.actor_train.device == "cpu":
             threads = config.actor_train.num_threads
             standby = config.control.standby_learner
             self._learner = LearnerHost(
-                config.exp_name, self._redis_url, self._folder, uid=record.uid, threads=threads, standby=standby
+                config.exp_name, self._redis_url, self._folder, uid=self._uid, threads=threads, standby=standby
             )
             await asyncio.to_thread(self._learner.start)
             self._record_timing("learner")
@@ -309,9 +336,8 @@ class LocalMesh:
         redis_is_dead = self._server is not None and self._server.pid is None
         if self._redis is None or not self.owns_run or redis_is_dead:
             return
-        changes = {"state": outcome.value, "ended_at": str(time.time())}
         try:
-            self._redis.hset(RunKeys(self._config.exp_name).record, mapping=changes)
+            self._write_record("state", outcome.value, "ended_at", str(time.time()))
         except RedisError as error:
             logger.warning("can't write the run's state %s: %s", outcome, error)
 

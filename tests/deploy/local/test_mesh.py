@@ -18,6 +18,7 @@ from offbeat.services.control.store import RunStore
 from offbeat.services.keys import RunKeys
 from offbeat.services.redis.connection import connect_async
 from tests.paths import QUICKSTART
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -38,10 +39,32 @@ async def test_a_run_of_another_mesh_is_left_as_it_is(redis_url: str, tmp_path: 
             mesh = LocalMesh(ours, started_at=time.time())
             await mesh._start_redis()
             with pytest.raises(RunExistsError, match="stop it first"):
-                await mesh._start_learner_early()
+                await mesh._record_run()
             assert await mesh.stop_learner() == -1
             mesh._write_outcome(RunState.FAILED)  # by `stop`, which would end this process's children
             assert redis.hgetall(keys.record) == before
+
+
+async def test_a_run_whose_control_service_starts_slowly_stays_active(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """And its end writes nothing after it was deleted."""
+    monkeypatch.setattr("offbeat.deploy.local.mesh.HEARTBEAT_INTERVAL_S", 0.01)
+    config = load_run(QUICKSTART, [f"redis.url={redis_url}", f"output_dir={tmp_path}"])
+    record = RunKeys(config.exp_name).record
+    mesh = LocalMesh(config, started_at=time.time())
+    await mesh._start_redis()
+    await mesh._record_run()
+    with Redis.from_url(redis_url, decode_responses=True) as redis:
+        redis.hset(record, "beat", "0")
+        beating = asyncio.create_task(mesh._send_heartbeats())
+        await wait_until(lambda: float(str(redis.hget(record, "beat"))) > time.time() - 5)
+        beating.cancel()
+        mesh._write_outcome(RunState.STOPPED)
+        assert redis.hget(record, "state") == "stopped"
+        redis.delete(record)
+        mesh._write_outcome(RunState.STOPPED)
+        assert not redis.exists(record)
 
 
 @pytest.mark.parametrize("stage", ["train", "checkpoint", "settle"])
