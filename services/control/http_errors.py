@@ -82,7 +82,13 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def error_response(
-    status: int, code: str, message: str, problems: Sequence[ProblemView] = (), *, close: bool = False
+    status: int,
+    code: str,
+    message: str,
+    problems: Sequence[ProblemView] = (),
+    *,
+    close: bool = False,
+    headers: Mapping[str, str] | None = None,
 ) -> JSONResponse:
     """Build a response; lone surrogates become `?`.
 
@@ -92,10 +98,10 @@ def error_response(
     if (more := len(problems) - MAX_PROBLEMS) > 0:
         message = f"{message}; {more:,} more problems are not listed"
     body = ErrorView(error=ErrorBody(code=code, message=_text(message), problems=shown))
-    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+    sent = {**(headers or {}), **({"WWW-Authenticate": "Bearer"} if status == 401 else {})}
     if close or status == 413:
-        headers["Connection"] = "close"
-    return JSONResponse(body.model_dump(mode="json"), status, headers)
+        sent["Connection"] = "close"
+    return JSONResponse(body.model_dump(mode="json"), status, sent)
 
 
 def _text(text: str) -> str:
@@ -140,7 +146,7 @@ def answer_errors(api: FastAPI) -> None:
     async def http(_: Request, error: HTTPException) -> Response:
         if error.status_code == 204:
             return Response(status_code=204)
-        return error_response(error.status_code, "http_error", str(error.detail))
+        return error_response(error.status_code, "http_error", str(error.detail), headers=error.headers)
 
     @api.exception_handler(RedisError)
     @api.exception_handler(RetryableError)

@@ -297,7 +297,7 @@ class ControlService:
     async def healthy(self) -> bool:
         """Check that Redis responds."""
         now = asyncio.get_running_loop().time()
-        if self._health is None or now - self._health_at > HEALTH_CACHE_S:
+        if self._health is None or (self._health.done() and now - self._health_at > HEALTH_CACHE_S):
             self._health = asyncio.create_task(self._check_redis())
             self._health_at = now
         return await asyncio.shield(self._health)

@@ -13,6 +13,7 @@ from offbeat.services.control.run import ForeignRecordError, LostRecordError, Ru
 from offbeat.services.control.store import RunStore
 from offbeat.services.errors import ControlError, RetryableError
 from offbeat.services.keys import RunKeys
+from offbeat.services.redis.run_writes import AsyncRunWrites
 from offbeat.services.retry import retry_until_answered
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class RunJobs(Generic[View]):
         view = view.model_copy(update={"began_at": self._store.clock()})
         self._tasks[run] = None
         try:
-            await self._save(record.run_id, view)
+            await self._save(record, view)
         except BaseException:
             del self._tasks[run]
             raise
@@ -85,14 +86,15 @@ class RunJobs(Generic[View]):
         """Save, unless the run was deleted meanwhile, even if its name is in use again; raises RetryableError."""
         try:
             if (await self._store.load(record.run_id)).uid == record.uid:
-                await self._save(record.run_id, view)
+                await self._save(record, view)
         except (UnknownRunError, ForeignRecordError):
             return
         except (LostRecordError, redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
             raise RetryableError(str(error)) from error
 
-    async def _save(self, run_id: str, view: View) -> None:
-        await cast(Any, self._store.redis.set(self._key(run_id), view.model_dump_json()))
+    async def _save(self, record: RunRecord, view: View) -> None:
+        write = AsyncRunWrites(self._store.redis, record.run_id, record.uid)
+        await write("SET", self._key(record.run_id), view.model_dump_json())
 
     def _key(self, run_id: str) -> str:
         return RunKeys(run_id).key(self._kind)

@@ -140,6 +140,7 @@ async def test_bad_calls_are_answered_by_4xx_that_a_program_can_read(
     body = {"json": {"temperature": 0.5}} if method == "PATCH" else {}
     answer = await api.http.request(method, path, **body)
     assert answer.status_code == status
+    assert ("allow" in answer.headers) is (status == 405)
     assert code(answer)
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -101,6 +101,30 @@ async def test_the_health_is_asked_of_redis_at_most_twice_a_second(redis_url: st
             assert (await api.http.get("/healthz")).status_code == 200
         most = 2 + (asyncio.get_running_loop().time() - started) / HEALTH_CACHE_S
         assert (await api.redis.info("commandstats"))["cmdstat_exists"]["calls"] - before <= most
+
+
+async def test_a_health_that_redis_does_not_answer_is_asked_once(redis_url: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("offbeat.services.control.service.HEALTH_CACHE_S", 0.0)
+
+    class SilentRedis:
+        asked, answers = 0, asyncio.Event()
+
+        async def exists(self, _: str) -> int:
+            self.asked += 1
+            await self.answers.wait()
+            return 1
+
+    redis = SilentRedis()
+    async with Redis.from_url(redis_url) as other:
+        service = ControlService(RunStore(cast(Redis, redis)), FakeRunFactory(other), wake=lambda: None)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(3):
+                group.create_task(service.healthy())
+                await asyncio.sleep(0.01)
+            assert redis.asked == 1
+            redis.answers.set()
+        assert await service.healthy()
+        assert redis.asked == 2
 
 
 async def test_the_rights_of_a_token_reach_the_validation(redis_url: str):

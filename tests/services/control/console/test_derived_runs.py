@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError
 
-from offbeat.services.control.console.derived_runs import fork_config
+from offbeat.services.control.console.derived_runs import TooManyPlansError, fork_config
+from offbeat.services.control.console.jobs import RunJobs
+from offbeat.services.control.console.schemas import PlanState, PlanView
 from offbeat.services.control.run import RunRecord, RunState
 from offbeat.services.control.service import InvalidRunError
+from offbeat.services.keys import RunKeys
 from offbeat.services.live_settings import Settings
 from offbeat.trainer.training.checkpoint import LearnerState
 from offbeat.trainer.training.checkpoint_store import CheckpointStore
@@ -164,6 +167,16 @@ async def test_a_plan_is_of_the_settings_in_force_and_says_why_it_fails(api: Api
     assert (made["state"], made["error"]) == ("failed", "the run has 0 steps in its metrics")
 
 
+async def test_a_job_of_a_run_that_was_deleted_meanwhile_leaves_no_key(api: ApiHarness) -> None:
+    record = await api.record("lake")
+    await api.store.update("lake", state=RunState.FINISHED)
+    await api.client.delete("lake")
+    jobs = RunJobs(api.store, "plan", PlanView, 1, TooManyPlansError)
+    await jobs.begin(record, PlanView(state=PlanState.RUNNING), lambda: {"state": PlanState.DONE, "result": {}})
+    await wait_until(lambda: not jobs._tasks)
+    assert not await api.redis.exists(RunKeys("lake").key("plan"))
+
+
 async def test_a_plan_with_an_unexpected_error_has_failed_with_it(api: ApiHarness) -> None:
     def fail(record: RunRecord, settings: Settings) -> Mapping[str, Any]:
         del record, settings
@@ -221,14 +234,14 @@ async def test_a_result_of_a_deleted_run_is_not_its_successors(api: ApiHarness, 
 
 
 async def test_a_result_waits_until_redis_takes_it(api: ApiHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    save, refusals = api.redis.set, [ConnectionError("no answer")] * 2
+    write, refusals = api.redis.evalsha, [ConnectionError("no answer")] * 2
 
-    async def refuse_the_end(key: str, value: str) -> None:
-        if refusals and '"running"' not in value:
+    async def refuse_the_end(*arguments: Any) -> Any:
+        if refusals and '"running"' not in arguments[-1]:
             raise refusals.pop()
-        await save(key, value)
+        return await write(*arguments)
 
-    monkeypatch.setattr(api.redis, "set", refuse_the_end)
+    monkeypatch.setattr(api.redis, "evalsha", refuse_the_end)
     await api.http.post("/runs/lake/plan")
     assert (await plan_of(api))["state"] == "done"
     assert not refusals
