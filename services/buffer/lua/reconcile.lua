@@ -149,6 +149,10 @@ local function rewind()
   redis.call('DEL', MANIFESTS)
   if not read_limits().temperature then -- rows are sampled by no weights
     redis.call('HSET', PROGRESS, 'version', proof.step, 'step', proof.step)
+    -- Versions never fall as numbers rise (take.lua)
+    for _, number in ipairs(redis.call('ZRANGEBYSCORE', ASSEMBLING, '(' .. proof.step, '+inf')) do
+      redis.call('ZADD', ASSEMBLING, proof.step, number)
+    end
     return
   end
   redis.call('DEL', PROGRESS) -- nothing is claimed before the checkpoint's weights are announced

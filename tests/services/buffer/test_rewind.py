@@ -9,6 +9,7 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
 from offbeat.services.buffer.api import Proof
+from offbeat.services.buffer.config import Order
 from offbeat.services.buffer.learner_client import RedisLearnerBuffer
 from offbeat.services.errors import RewoundError
 from offbeat.services.keys import RunKeys
@@ -49,8 +50,8 @@ def versions(redis: Redis) -> list[bytes]:
     return sorted(redis.hkeys(KEYS.manifests))  # type: ignore[arg-type]
 
 
-def resume(run: Run, step: int) -> RedisLearnerBuffer:
-    learner = RedisLearnerBuffer(run.redis, RUN, next_epoch(run.redis))
+def resume(run: Run, step: int, order: Order = "completion") -> RedisLearnerBuffer:
+    learner = RedisLearnerBuffer(run.redis, RUN, next_epoch(run.redis), order=order)
     saved = [(s, [2 * s - 2, 2 * s - 1]) for s in range(1, step + 1)]
     learner.reconcile(Proof(saved=saved, step=step, num_trained=2 * step, next_number=2 * step))
     return learner
@@ -83,6 +84,22 @@ async def test_groups_that_discarded_weights_sampled_are_dropped(played: Run) ->
     assert (counters.admitted, counters.trained, counters.in_flight) == (10, 4, 0)
     assert learner.take(0) is None
     assert played.keys_left("unit") == played.keys_left("blobs") == []
+
+
+async def test_rows_keep_the_order_of_their_admission(redis: Redis, async_redis: AsyncRedis) -> None:
+    """A group that was admitted before the run went back has a version above those that follow."""
+    run = Run.begin(redis, async_redis, limits(max_staleness=8.0), step=4)
+    redis.hset(f"{KEYS.key('buffer')}:ledger", mapping={"admitted": 8, "submitted": 8, "trained": 8, "next": 8})
+    earlier = await run.buffer.claim("w", 2)
+    learner = resume(run, 2, "admission")
+    later = await run.buffer.claim("w", 4)
+    for task in later[:2]:
+        await run.submit(task)
+    assert [task.number for task in (*earlier, *later)] == [8, 8, 9, 9, 10, 10]
+    assert learner.take(0) is None
+    for task in earlier:
+        await run.submit(task)
+    assert [group.number for group in (learner.take(0), learner.take(0)) if group] == [8, 9]
 
 
 async def test_a_learner_that_repeats_unacknowledged_steps_keeps_the_newest_version(
