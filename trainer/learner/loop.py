@@ -387,7 +387,7 @@ class Learner:
     def _finish_uploads(self, timeout_s: float) -> None:
         if self._uploads is not None and not self._uploads.wait(0.0):
             self._reporter.set_phase("uploading the last checkpoint")
-            self._uploads.wait(timeout_s)
+            self._uploads.finish(timeout_s, self._should_stop)
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:

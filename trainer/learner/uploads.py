@@ -92,6 +92,11 @@ class CheckpointUploads:
                 return False
             self._reporter.set_activity("upload", step=step)
 
+    def finish(self, timeout_s: float, should_stop: Callable[[], bool]) -> None:
+        """Wait for all uploads, after a stop no longer than the host does; raises `FencedError`."""
+        if not self.wait(timeout_s, should_stop) and should_stop():
+            self.wait(min(timeout_s, STOP_TIMEOUT_S))
+
     def report(self) -> None:
         """Show progress and problems; raises `FencedError`."""
         with self._changed:
@@ -142,12 +147,12 @@ class CheckpointUploads:
             except CheckpointError as error:
                 raise StoreError(str(error)) from error
         others = [each.local_name for each in self._remote.checkpoints if each.step != checkpoint.state.step]
-        retained = [*others[max(len(others) - self._keep + 1, 0) :], self._store.best or ""]
+        retained = others[max(len(others) - self._keep + 1, 0) :]
         removes = not self._config.keep_local_file
         if not self._is_stored(checkpoint):
             if any(each.serial >= checkpoint.state.serial for each in self._remote.checkpoints):
                 raise SourceError("a later one is in the store")
-            self._remote.upload(checkpoint, retained, read_back=removes)
+            self._remote.upload(checkpoint, retained, read_back=removes, best=lambda: self._store.best)
         self._store.note_elsewhere(self._remote.checkpoints, self._remote.url)
         logger.info("%s is uploaded to %s", path, self.newest_url)
         if removes:

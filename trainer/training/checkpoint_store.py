@@ -196,6 +196,9 @@ class CheckpointStore:
         self._files.write_json(SCORE, {"step": int(name.removeprefix(PREFIX)), "score": value})
         if path.is_dir():
             self._files.link(BEST, path.name)
+        else:  # in the store alone: the link is to the earlier best, which may go now
+            with suppress(FileNotFoundError):
+                self._files.take_away(BEST)
 
     def _has(self, name: str) -> bool:
         return (self._folder / name).is_dir() or name in self._elsewhere

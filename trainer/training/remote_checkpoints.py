@@ -15,7 +15,7 @@ import json
 import logging
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -108,9 +108,17 @@ class RemoteFolder:
         with self._translating():
             return self._newest_list()
 
-    def upload(self, checkpoint: Checkpoint, retained: Sequence[str], *, read_back: bool) -> RemoteCheckpoint:
+    def upload(
+        self,
+        checkpoint: Checkpoint,
+        retained: Sequence[str],
+        *,
+        read_back: bool,
+        best: Callable[[], str | None] = lambda: None,
+    ) -> RemoteCheckpoint:
         """Store and list a checkpoint; delete those whose `local_name` is not in `retained`.
 
+        best: retained, too; asked once all is stored, as evaluations end meanwhile.
         read_back: compare all bytes, not sizes alone.
 
         Raises:
@@ -130,7 +138,8 @@ class RemoteFolder:
             if self._is_local:
                 sync_tree(Path(self._root) / name)
             others = [each for each in self._listed if each.name != name]
-            kept = [each for each in others if each.local_name in retained and each.step != state.step]
+            names = (*retained, best())
+            kept = [each for each in others if each.local_name in names and each.step != state.step]
             self._write_list([*kept, new])
             self._check()
             while self._superseded:

@@ -39,7 +39,11 @@ FAULTS: dict[str, dict[str, str]] = {
         'offbeat_run_state{state="running"}': "1+0x470 0+0x10",
     },
     "OffbeatRunUnattended": {"offbeat_run_reconciled_timestamp_seconds": "0+60x470 28200+0x10"},
-    "OffbeatLearnerStalled": {"offbeat_run_step": "1+1x460 461+0x20"},
+    "OffbeatLearnerStalled": {
+        "offbeat_run_step": "1+1x460 461+0x20",
+        "offbeat_learner_groups_total": "0+8x460 3680+0x20",
+        "offbeat_learner_groups_without_signal_total": "0+1x460 460+0x20",
+    },
     "OffbeatLagAtBound": {"offbeat_worker_episodes": "64+0x460 0+0x20"},
     "OffbeatGroupsDroppedAsStale": {'offbeat_groups_dropped_total{reason="stale"}': "0+0x440 0+2x40"},
     "OffbeatReplicaWithoutWeights": {"offbeat_replica_version": "5+0x470 -1+0x10"},
@@ -97,6 +101,11 @@ def check(folder: Path, changes: dict[str, str], firing: list[str]) -> None:
 
 def test_a_sound_run_raises_no_alert(tmp_path: Path):
     check(tmp_path, {}, [])
+
+
+def test_a_learner_that_publishes_rarely_is_not_stalled(tmp_path: Path):
+    """As with `model_update_frequency: 20`: the run's step is that of the published weights."""
+    check(tmp_path, {"offbeat_run_step": "1+1x460 461+0x20"}, [])
 
 
 @pytest.mark.parametrize("alert", FAULTS)

@@ -1,6 +1,7 @@
 """The loop with `checkpoint_config`: uploads beside training, a store that is down, and local copies that go."""
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -107,3 +108,19 @@ def test_a_successor_uploads_what_was_left_and_nothing_twice(tmp_path: Path) -> 
         again.uploads.add(left)
         assert again.uploads.wait(60)
     assert [(each.step, each.epoch) for each in RemoteFolder(url).read_list()] == [(2, 1), (4, 2)]
+
+
+def test_a_stop_ends_the_wait_of_a_finished_run_for_a_store_that_is_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offbeat.trainer.learner.uploads.STOP_TIMEOUT_S", 0.3)
+    with s3_bucket() as port:
+        learner = Uploading(tmp_path, f"s3://{BUCKET}/stopped/run")
+        learner.remote.take_over()
+    for name, value in s3_environment(port).items():
+        monkeypatch.setenv(name, value)
+    learner.save(2)
+    began = time.monotonic()
+    learner.uploads.finish(900.0, lambda: time.monotonic() > began + 0.5)
+    assert 0.7 < time.monotonic() - began < 30.0
+    assert not learner.uploads.wait(0.0)

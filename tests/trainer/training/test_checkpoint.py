@@ -10,7 +10,7 @@ from threading import Event
 import pytest
 
 from offbeat.services.durable_files import sync_tree
-from offbeat.trainer.training.checkpoint import CheckpointError, LearnerState, read_checkpoint
+from offbeat.trainer.training.checkpoint import CheckpointError, LearnerState, RemoteCheckpoint, read_checkpoint
 from offbeat.trainer.training.checkpoint_store import CheckpointStore, UnsavedError
 from offbeat.trainer.training.fenced_folder import FencedFolder
 
@@ -175,6 +175,23 @@ def test_the_best_is_kept_beside_the_newest_and_best_links_to_it(store: Checkpoi
     newest = again.newest_complete()
     assert newest is not None
     assert newest.state.step == 120
+
+
+def test_best_links_to_no_earlier_checkpoint_once_the_best_is_in_the_store_alone(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoints"
+    for step in (20, 40, 60):
+        store.save(state(step), write).result()
+        if step == 20:
+            store.score(20, 0.5)
+    store.note_elsewhere([RemoteCheckpoint("step-000040.000001-000002", 40, "first", 2, 1)], "s3://store")
+    store.release("step-000040").result()
+    store.score(40, 0.9)
+    assert store.best == "step-000040"
+    for step in (80, 100):
+        store.save(state(step), write).result()
+    assert not (folder / "best").is_symlink()
 
 
 def test_a_score_that_comes_before_its_checkpoint_counts(store: CheckpointStore, tmp_path: Path) -> None:

@@ -108,6 +108,22 @@ def test_only_the_retained_are_left(url: str, local: Callable[[int], Checkpoint]
     assert len([path for path in fs.ls(root, detail=False) if "/step-" in path]) == 2
 
 
+def test_what_is_best_once_an_upload_is_stored_is_left(url: str, local: Callable[[int], Checkpoint]) -> None:
+    remote = taken(url, 1)
+    for step in (4, 8):
+        remote.upload(local(step), ["step-000004"], read_back=False)
+    checkpoint = local(12)
+    store, best = remote._store, ["step-000004"]
+
+    def store_slowly(*args: Any, **options: Any) -> None:
+        best[0] = "step-000008"  # its evaluation ends
+        store(*args, **options)
+
+    remote._store = store_slowly
+    remote.upload(checkpoint, [], read_back=False, best=lambda: best[0])
+    assert steps(url) == [8, 12]
+
+
 def test_an_upload_that_breaks_off_anywhere_is_absent(
     url: str, local: Callable[[int], Checkpoint], tmp_path: Path
 ) -> None:
