@@ -293,18 +293,18 @@ def compose_document(path: Path, overrides: Sequence[str] = (), *, is_remote: bo
 
 def dump_yaml(config: RunConfig) -> str:
     """Return a file that is read as `config`: its texts have no interpolations."""
-    return write_yaml(_escape(config.model_dump(mode="json")))
+    return write_yaml(escape(config.model_dump(mode="json")))
 
 
-def _escape(value: Any) -> Any:
+def escape(value: Any) -> Any:
     """Escape `${` in texts, which OmegaConf would resolve in the environment of the reader."""
     match value:
         case str():
             return INTERPOLATION.sub(lambda start: start[1] * 2 + "\\${", value)
         case dict():
-            return {key: _escape(each) for key, each in cast(dict[str, Any], value).items()}
+            return {key: escape(each) for key, each in cast(dict[str, Any], value).items()}
         case list():
-            return [_escape(each) for each in cast(list[Any], value)]
+            return [escape(each) for each in cast(list[Any], value)]
         case _:
             return value
 

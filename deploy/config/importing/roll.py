@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.deploy.config.errors import ConfigError
+from offbeat.deploy.config.importing.environment import hide, reveal
 from offbeat.deploy.config.importing.fitting import finish
 from offbeat.deploy.config.importing.report import Imported, KeyPath, KeyReport, Outcome
 from offbeat.deploy.config.importing.roll_agentic import add_gem_ids
@@ -37,7 +38,6 @@ ROLE_NAMES = {
 WHOLE = ("custom_envs.*.env_config.*", "custom_envs.*.tool_wrapper", "custom_envs.*.agent_config", "tracker_kwargs.*")
 """Tables that are values."""
 WORKER_KEYS = ("model_args", "device_mapping", "strategy_args")
-ENVIRONMENT = "oc.env:"
 
 
 def import_roll(path: Path) -> Imported:
@@ -101,11 +101,10 @@ def _compose(path: Path) -> tuple[Tree, set[str], list[str]]:
 
     composed, own, remarks = _compose_existing(path)
     text = OmegaConf.to_yaml(composed)
-    # secrets of the environment stay unresolved
-    hidden = OmegaConf.create(text.replace(f"${{{ENVIRONMENT}", f"$\\{{{ENVIRONMENT}"))
+    hidden = OmegaConf.create(hide(OmegaConf.to_container(composed)))
     while True:
         try:
-            tree: Any = OmegaConf.to_container(hidden, resolve=True)
+            tree: Any = reveal(OmegaConf.to_container(hidden, resolve=True))
             break
         except InterpolationKeyError as error:
             key = str(error.full_key)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from offbeat.deploy.config.importing.environment import REFERENCE
 from offbeat.deploy.config.importing.report import KeyPath, KeyReport, Outcome
 from offbeat.trainer.config.aliases import canonicalize
 
@@ -75,7 +76,7 @@ def take_file(target: str) -> Rule:
 def name_run(key: Key) -> Outcome:
     """Take a run's name, which is also a folder's here: letters, digits, `_`, `.` and `-`."""
     name = NO_NAME.sub("-", str(key.value)).strip("-._")[:MAX_NAME].rstrip("-._")
-    if not name:
+    if not name or REFERENCE in str(key.value):
         return Outcome("no counterpart", note="set exp_name")
     return Outcome("renamed" if name == key.value else "value", ("exp_name",), name)
 

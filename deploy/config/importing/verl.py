@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from offbeat.deploy.config.errors import ConfigError
+from offbeat.deploy.config.importing.environment import REFERENCE, hide, reveal
 from offbeat.deploy.config.importing.fitting import finish
 from offbeat.deploy.config.importing.report import Imported, KeyReport, Outcome
 from offbeat.deploy.config.importing.rules import (
@@ -53,6 +54,9 @@ from offbeat.deploy.config.yaml_limits import load_yaml
 from offbeat.trainer.config.issue import ConfigIssue
 
 VARIABLE = re.compile(r"\$(?:\{(?P<name>\w+)(?P<default>:?-)?|(?P<bare>\w+))")
+ENVIRONMENT = re.compile(r"\$(?:\{(?P<name>[A-Za-z_]\w*)\}|(?P<bare>[A-Za-z_]\w*))")
+UNRESOLVED = re.compile(r"\$(?:[({](?!oc\.env:)|\d)")
+"""Expansions of a shell, or of OmegaConf, that are no references to the environment."""
 ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<value>.*)")
 OVERRIDE = re.compile(r"[+~]*(?P<key>[A-Za-z_][\w.]*)=(?P<value>.*)", re.DOTALL)
 ARITHMETIC = re.compile(r"\$\(\((?P<expression>.+?)\)\)(?!\))")
@@ -94,7 +98,14 @@ DEFAULTS: dict[str, Any] = {
 
 def import_verl(path: Path) -> Imported:
     """Import a script or YAML file of verl's; raises `ConfigError`."""
-    return finish(path, *translate_verl(path))
+    imported = finish(path, *translate_verl(path))
+    return imported.with_to_do([*imported.to_do, *_find_unresolved(imported.tree)])
+
+
+def _find_unresolved(tree: Tree) -> Iterator[ConfigIssue]:
+    for key, value in leaves(tree, ()):
+        if UNRESOLVED.search(str(value)):
+            yield ConfigIssue(".".join(key), f"{value} is not resolved: write what it stands for")
 
 
 def translate_verl(path: Path) -> tuple[Tree, list[KeyReport], list[str]]:
@@ -168,11 +179,24 @@ def _decide(key: Key) -> Outcome:
 
 
 def _resolve(tree: Tree) -> Tree:
-    """Resolve `${...}` between keys; the environment's variables stay as they are."""
+    """Resolve `${...}` between keys; the environment's variables, and what can't be resolved, stay as they are."""
+    hidden = cast(Tree, hide(tree))
+    return cast(Tree, reveal(_resolve_table(OmegaConf.create(hidden), hidden)))
+
+
+def _resolve_table(config: DictConfig, tree: Tree) -> Tree:
+    return {
+        name: _resolve_table(config[name], value) if isinstance(value, dict) else _resolve_value(config, name, value)
+        for name, value in tree.items()
+    }
+
+
+def _resolve_value(config: DictConfig, name: str, value: Any) -> Any:
     try:
-        return cast(Tree, OmegaConf.to_container(OmegaConf.create(tree), resolve=True))
+        resolved = config[name]
+        return OmegaConf.to_container(resolved, resolve=True) if OmegaConf.is_config(resolved) else resolved
     except OmegaConfBaseException:
-        return tree
+        return value
 
 
 def read_overrides(script: str) -> Tree:
@@ -233,7 +257,7 @@ def _parse(text: str) -> Any:
 
 
 def _expand(text: str, variables: dict[str, str]) -> str:
-    """Expand the script's variables and their defaults, but not the environment's."""
+    """Expand the script's variables and their defaults; name the environment's as OmegaConf does."""
     done = ""
     while match := VARIABLE.search(text):
         done += text[: match.start()]
@@ -243,9 +267,14 @@ def _expand(text: str, variables: dict[str, str]) -> str:
             value = _expand(text[match.end() : end - 1], variables)
         elif match["name"] and not match["default"] and end != match.end() + 1:
             value = None  # an expansion of another kind
-        done += text[match.start() : end] if value is None else value
+        done += _name_environment(text[match.start() : end]) if value is None else value
         text = text[end:]
     return done + text
+
+
+def _name_environment(expansion: str) -> str:
+    match = ENVIRONMENT.fullmatch(expansion)
+    return expansion if match is None else f"{REFERENCE}{match['bare'] or match['name']}}}"
 
 
 def _closing_brace(text: str, start: int) -> int:

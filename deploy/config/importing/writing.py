@@ -5,6 +5,7 @@ from typing import Any
 
 import yaml
 
+from offbeat.deploy.config.importing.environment import escape_others
 from offbeat.deploy.config.importing.report import MEANINGS, STATUSES, Imported
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.yaml_limits import Dumper
@@ -31,7 +32,9 @@ def to_yaml(imported: Imported, library: str) -> str:
         lines += ["#", "# Trial:", *(f"#   {_one_line(each)}" for each in imported.trial)]
     if left_out := imported.of_status("no counterpart"):
         lines += ["#", "# Left out:", *(f"#   {_one_line(each)}" for each in left_out)]
-    body = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, default_flow_style=None, allow_unicode=True, width=120)
+    body = yaml.dump(
+        escape_others(tree), Dumper=_Dumper, sort_keys=False, default_flow_style=None, allow_unicode=True, width=120
+    )
     return "\n".join([*lines, "", body])
 
 

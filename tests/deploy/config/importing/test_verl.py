@@ -50,7 +50,7 @@ def test_a_script_of_verl_passes_its_variables():
     assert tree["trainer"] == {
         "total_training_steps": 20, "total_epochs": 15, "logger": ["console", "tensorboard"],
     }  # fmt: skip
-    assert tree["data"]["train_files"] == "$HOME/train.parquet"  # of the environment
+    assert tree["data"]["train_files"] == "${oc.env:HOME}/train.parquet"  # of the environment
 
 
 def test_a_script_of_verl_becomes_rlvr(tmp_path: Path):
@@ -378,7 +378,7 @@ def test_defaults_of_variables_are_nested_and_the_last_value_of_a_key_counts():
         "python3 -m verl.trainer.main_ppo a.path=$PLACE a.base=${ID##*/} a.n=1 a.empty=${NONE:-} a.n=2"
     )
     assert read_overrides(script)["a"] == {
-        "path": "${HOME}/models/org/model", "base": "${ID##*/}", "empty": None, "n": 2,
+        "path": "${oc.env:HOME}/models/org/model", "base": "${ID##*/}", "empty": None, "n": 2,
     }  # fmt: skip
 
 
