@@ -309,11 +309,13 @@ def export(
     ] = None,
 ) -> None:
     """Export the newest checkpoint's weights for serving, with tokenizer and chat template."""
+    from safetensors import SafetensorError
+
     from offbeat.deploy.cli.export import export_run
 
     try:
         export_run(run, out, adapter=adapter, dtype=dtype, echo=typer.echo)
-    except ValueError as error:
+    except (ValueError, OSError, SafetensorError) as error:  # the last of a full disk
         typer.echo(f"offbeat: {error}", err=True)
         raise typer.Exit(EXIT_CONFIG) from None
 
@@ -327,7 +329,7 @@ def model_smollm2(
 
     try:
         write_smollm2(out, typer.echo)
-    except ModelError as error:
+    except (ModelError, OSError) as error:
         typer.echo(f"offbeat: {error}", err=True)
         raise typer.Exit(EXIT_CONFIG) from None
 

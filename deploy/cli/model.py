@@ -30,6 +30,8 @@ def write_smollm2(folder: Path, echo: Echo) -> None:
 
     Raises `ModelError`.
     """
+    if not folder.name:
+        raise ModelError(f"{folder} is the current folder: name a new one")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ModelError(f"{folder} is there already: name a new folder, or remove it")
     source = _gguf_file()

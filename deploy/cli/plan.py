@@ -104,7 +104,11 @@ def plan(
     if plot is not None:
         from offbeat.deploy.plan.picture import draw_plan
 
-        draw_plan(plot, result, loaded.exp_name)
+        try:
+            draw_plan(plot, result, loaded.exp_name)
+        except OSError as error:
+            typer.echo(f"--plot {plot}: can't be written: {error}", err=True)
+            raise typer.Exit(EXIT_CONFIG) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,9 +39,15 @@ def remake_report(run: str, redis_url: str | None = None) -> int:
         with _redis_of(folder, config, redis_url) as redis:
             history, counters = read_history(redis, config.exp_name, folder)
             ended_at = _ended_at(redis, config.exp_name)
-    except (AuditError, ConfigError, MeshError, RedisError) as error:
+        _write(config, history, counters, ended_at)
+    except (AuditError, ConfigError, MeshError, RedisError, OSError) as error:
         print(f"offbeat: {error}", file=sys.stderr)  # noqa: T201
         return 1
+    return 0
+
+
+def _write(config: RunConfig, history: RunHistory, counters: CountersView, ended_at: float) -> None:
+    folder = config.output_dir
     earlier = read_report(folder)  # of `offbeat train`, the only one with startup times
     began, last = history.attempts[-1] if history.attempts else (0.0, 0.0)
     if earlier.get("ended_at", 0.0) > began:
@@ -52,7 +58,6 @@ def remake_report(run: str, redis_url: str | None = None) -> int:
     maker.render()
     maker.write(counters, ended_at=ended_at or last)
     maker.show()
-    return 0
 
 
 def read_history(redis: Redis, run_id: str, folder: Path) -> tuple[RunHistory, CountersView]:

@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -90,10 +91,24 @@ def _read_config(
     named = _mapping(tree.get("data"))
     keys = ("ground_truth", "messages", "prompt", "tag")
     names = {key: str(named[f"{key}_key"]) for key in keys if f"{key}_key" in named}
-    tags = {str(value): tag for tag, values in _mapping(named.get("tag_included")).items() for value in values}
+    tags = {value: tag for tag, values in _read_tags(named, path).items() for value in values}
     envs = list(_mapping(tree.get("custom_envs")))
     default = envs[0] if len(envs) == 1 else ""
     return rewards, Columns(response_key, label_key, **names, tags=tags, default_tag=default)
+
+
+def _read_tags(data: Mapping[str, Any], path: Path) -> Mapping[str, Sequence[str]]:
+    from pydantic import ValidationError
+
+    from offbeat.deploy.config.errors import ConfigError, collect_issues
+    from offbeat.services.rollout.data.config import DataConfig
+
+    given = {name: data[name] for name in ("tag_included",) if name in data}
+    try:
+        return DataConfig.model_validate_json(json.dumps({"dataset_name": "rows.jsonl", **given})).tag_included
+    except ValidationError as error:
+        issues = [replace(issue, path=f"data.{issue.path}") for issue in collect_issues(error, DataConfig)]
+        raise ConfigError(issues, str(path)) from error
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

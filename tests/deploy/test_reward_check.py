@@ -135,6 +135,15 @@ def test_mistakes_are_named_without_a_traceback(files: tuple[Path, Path], reward
     assert len(output.splitlines()) == 1
 
 
+@pytest.mark.parametrize("included", [{"math": "gsm8k"}, {"math": None}, ["gsm8k"]])
+def test_values_of_tags_are_those_that_a_run_takes(files: tuple[Path, Path], included: Any):
+    config, data = files
+    config.write_text(yaml.safe_dump({"rewards": [MATH], "data": {"tag_included": included}}))
+    output = run(config, data, exit_code=2)
+    assert output.startswith("data.tag_included")
+    assert len(output.splitlines()) == 1
+
+
 def test_bad_rows_are_named(files: tuple[Path, Path], tmp_path: Path):
     config, _ = files
     data = tmp_path / "bad.jsonl"

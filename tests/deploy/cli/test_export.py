@@ -124,6 +124,7 @@ def test_what_can_not_be_exported_is_refused(run: Path, folder: Path, tmp_path: 
     for arguments, says in (
         ((tmp_path / "nowhere", "-o", tmp_path / "out"), "there is no folder"),
         ((run, "-o", tmp_path / "taken"), "is there already"),
+        ((run, "-o", tmp_path / "taken" / "mine" / "out"), "offbeat: [Errno 20] Not a directory"),
         ((folder / "policy", "-o", tmp_path / "out", "--adapter"), "holds no adapter"),
         ((run, "-o", tmp_path / "out", "--adapter", "--dtype", "float16"), "--dtype is of merged weights"),
     ):

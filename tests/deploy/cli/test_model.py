@@ -5,8 +5,10 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from offbeat.deploy.cli import model as model_command
+from offbeat.deploy.cli.app import app
 from offbeat.deploy.cli.model import ModelError, write_smollm2
 
 needs_extra = pytest.mark.skipif(
@@ -19,6 +21,16 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path):
     with pytest.raises(ModelError, match="is there already"):
         write_smollm2(tmp_path, print)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_place_that_can_not_be_written_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    weights = tmp_path / "weights.gguf"
+    weights.touch()
+    monkeypatch.setattr(model_command, "_gguf_file", lambda: weights)
+    done = CliRunner().invoke(app, ["model", "smollm2", str(weights / "out")])
+    assert (done.exit_code, "offbeat: [Errno 20] Not a directory" in done.output) == (2, True)
+    with pytest.raises(ModelError, match="current folder: name a new one"):
+        write_smollm2(Path(), print)
 
 
 def test_a_missing_extra_is_named_with_what_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

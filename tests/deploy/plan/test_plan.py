@@ -90,6 +90,12 @@ def test_a_policy_without_words_has_a_plan_all_the_same(tmp_path: Path):
     assert result.exit_code == 0, result.output
 
 
+def test_a_picture_that_can_not_be_written_is_a_line():
+    result = plan(*TIMES, "--plot", "/proc/plan.png")
+    assert result.exit_code == 2
+    assert "--plot /proc/plan.png: can't be written: " in result.output
+
+
 def test_a_pipeline_of_rows_has_no_plan():
     result = CliRunner().invoke(app, ["plan", "sft", *TIMES])
     assert result.exit_code == 2

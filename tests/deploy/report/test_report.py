@@ -193,6 +193,17 @@ def test_a_rest_run_has_the_attempts_of_its_history(
     assert (tmp_path / "learning_curve.png").stat().st_size > 1000
 
 
+def test_a_report_that_can_not_be_written_is_a_line(
+    config: RunConfig, tmp_path: Path, redis_url: str, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    (tmp_path / "report.json").mkdir()
+    with Redis.from_url(redis_url) as redis:
+        redis.hset(RunKeys(config.exp_name).record, mapping={"started_at": "200.0", "ended_at": "290.0"})
+        assert remake_report(str(tmp_path), redis_url) == 1
+    assert capsys.readouterr().err.startswith("offbeat: [Errno ")
+
+
 def test_records_that_redis_has_trimmed_are_read_from_the_folder(config: RunConfig, tmp_path: Path, redis_url: str):
     """All but the last one are trimmed."""
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
