@@ -20,6 +20,10 @@ class LiveReplay:
         self._last_event: LifeEvent | None = None
         self._is_complete = False
         """Whether every step's groups are known."""
+        self._corrected: set[int] = set()
+        """Groups whose lives depend on all of their events: of steps up to `_corrected_to`, and of undone ones."""
+        self._corrected_to = 0
+        """Step of a loss in Redis or a rewind."""
 
     @property
     def lives(self) -> dict[int, GroupLife]:
@@ -52,13 +56,14 @@ class LiveReplay:
         ordered = sorted(self._events.values(), key=lambda event: event.sort_key)
         self._audit = replay(ordered, self._lines)
         self._last_event = ordered[-1] if ordered else None
-        steps = self._audit.lineage.steps
+        lineage, steps = self._audit.lineage, self._audit.lineage.steps
+        self._corrected_to = max(lineage.restored_to, lineage.rewound_to or 0)
+        self._corrected = {each.number for line in steps if line.step <= self._corrected_to for each in line.groups}
+        self._corrected.update(*lineage.rewound.values())
         self._is_complete = all(each.number in self._audit.groups for line in steps for each in line.groups)
 
     def _continues(self, audit: Audit, events: Sequence[LifeEvent], lines: Sequence[JournalLine]) -> bool:
         lineage, last = audit.lineage, self._last_event
-        if lineage.restored_to or lineage.rewound or lineage.rewound_to is not None:
-            return False
         if last is None or not self._is_complete:
             return False
         for event in events:
@@ -69,8 +74,11 @@ class LiveReplay:
         numbers = {event.number for event in events}
         epoch = self._lines[-len(lines) - 1].epoch if len(self._lines) > len(lines) else 0
         steps = [line for line in lines if isinstance(line, StepLine) and line.epoch == epoch]
+        if self._corrected & (numbers | {each.number for line in steps for each in line.groups}):
+            return False
         return (
             len(steps) == len(lines)
+            and (not steps or lineage.last >= self._corrected_to)
             and [line.step for line in steps] == list(range(lineage.last + 1, lineage.last + 1 + len(steps)))
             and all(each.number in audit.groups or each.number in numbers for line in steps for each in line.groups)
         )

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offbeat.deploy.audit.lineage import trace
 from offbeat.deploy.audit.live_replay import LiveReplay
 from offbeat.deploy.audit.lives import replay
 from offbeat.services.buffer.group_ledger import LifeEvent
@@ -17,6 +18,8 @@ LOST = [*EVENTS[:9], *(change(event, id=f"{2000 + i}-0") for i, event in enumera
 RESTORED = more((0, "restored", "3:3"), (0, "reconciled", "2"), (6, "admitted", "3"))
 REPEATED = [*JOURNAL, ResumedLine(2, 2, 0), step(3, 3, epoch=1), step(3, 3, epoch=2), step(4, 5, epoch=2)]
 REWOUND = [*JOURNAL, ResumedLine(1, 2, -2), step(2, 3, epoch=2)]
+AFTER = [(0, "dropped", "stale"), (3, "trained", "3"), (6, "admitted", "2"), (5, "trained", "4"), (6, "submitted", "2")]
+"""Also of groups whose lives the loss or the rewind before has corrected."""
 LEDGERS: list[tuple[Sequence[LifeEvent], Sequence[JournalLine]]] = [
     (EVENTS, JOURNAL),
     (EVENTS, REPEATED),
@@ -25,6 +28,11 @@ LEDGERS: list[tuple[Sequence[LifeEvent], Sequence[JournalLine]]] = [
     (EVENTS, [LeaseLine(1), *JOURNAL, LeaseLine(2), ReconciledLine(3, 2, 2, 1), step(4, 5, epoch=2)]),
     (LOST, JOURNAL),
     (RESTORED, [*JOURNAL, ResumedLine(3, 2, 1, 2), step(4, 6, epoch=2)]),
+    (more(*AFTER), [*REWOUND, step(3, 5, epoch=2), step(4, 6, epoch=2)]),
+    (
+        more((0, "restored", "3:3"), (0, "reconciled", "2"), *AFTER, (6, "trained", "4")),
+        [*JOURNAL, ResumedLine(3, 2, 1, 2), step(4, 6, epoch=2), ResumedLine(1, 3, -3), step(2, 5, epoch=3)],
+    ),
     ([change(event, ordinal=0) for event in EVENTS], JOURNAL),
     (EVENTS[1:], JOURNAL),
 ]
@@ -50,6 +58,29 @@ def test_what_continues_the_ledgers_is_applied_alone() -> None:
     assert all(seen.lives[number] is each for number, each in before.items())
     seen.add(life(*((event.number, event.event, event.detail) for event in EVENTS))[-1:], [])
     assert all(seen.lives[number] is each for number, each in before.items())
+
+
+@pytest.mark.parametrize(
+    ("events", "lines"),
+    [
+        (EVENTS, REWOUND),
+        (RESTORED, [*JOURNAL, ResumedLine(3, 2, 1, 2)]),
+        (EVENTS, [*JOURNAL, ReconciledLine(3, 1, 2, 1)]),
+    ],
+)
+def test_steps_after_a_loss_or_a_rewind_are_applied_alone(
+    events: Sequence[LifeEvent], lines: Sequence[JournalLine]
+) -> None:
+    seen = LiveReplay()
+    seen.add(events, lines)
+    seen.add([], [])
+    before = dict(seen.lives)
+    last, number, epoch = trace(lines).last, max(before) + 1, lines[-1].epoch
+    event = change(events[-1], id="9000-0", ordinal=events[-1].ordinal + 1, number=number, event="admitted", detail="1")
+    seen.add([event], [])
+    seen.add([], [step(last + 1, number, epoch=epoch)])
+    assert all(seen.lives[each] is life for each, life in before.items())
+    assert seen.lives[number].step == last + 1
 
 
 def test_nothing_new_replays_nothing() -> None:
