@@ -1,14 +1,16 @@
 """Delivery of `metrics.jsonl` to a tracker, in order, from the stored position.
 
 Invariants: the position passes a line once accepted, or refused before a later accepted one; an outage of the tracker
-loses nothing; no step or evaluation is sent twice.
+loses nothing; no step or evaluation is sent twice, and none of weights that the file says are given up.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from offbeat.services.telemetry import REWOUND_TO
 from offbeat.services.text_samples import TextSample, sample_from_row
 from offbeat.trainer.trackers.base import LoggedSteps, Row, Tracker, make_row
 from offbeat.trainer.trackers.cursor import DeliveryCursor, write_progress
@@ -38,6 +40,7 @@ class Delivery:
         self._progress_path = progress_path
         self.progress = progress
         self._tracker = tracker
+        self._rewinds = list(_find_rewinds(read_lines(metrics_path, progress.number, progress.offset)))
         self.busy_since: float | None = None
         """Monotonic start of the tracker's pending call."""
 
@@ -60,7 +63,7 @@ class Delivery:
         start, refused = self.progress.number, 0
         pending: list[Line] = []
         error: Exception | None = None
-        for line in read_lines(self._metrics_path, start, self.progress.offset):
+        for line in self._read(start):
             pending.append(line)
             row = self._row(line)
             if row is not None:
@@ -78,6 +81,17 @@ class Delivery:
                 return
         if refused:
             raise TrackerDownError(_one_line(error)) from error
+
+    def _read(self, start: int) -> Iterator[Line]:
+        """Yield the lines after `start`, without the records of weights that are given up."""
+        for line in read_lines(self._metrics_path, start, self.progress.offset):
+            given_up = line.record is not None and self._is_given_up(line.number, line.record)
+            yield replace(line, record=None) if given_up else line
+
+    def _is_given_up(self, number: int, record: Mapping[str, Any]) -> bool:
+        if record["source"] not in ("learner", "eval") or record["step"] is None:
+            return False
+        return any(number < rewind and record["step"] > step for rewind, step in self._rewinds)
 
     def _row(self, line: Line) -> Row | None:
         record = line.record
@@ -112,6 +126,13 @@ class Delivery:
             raise TrackerDownError(_one_line(error)) from error
         finally:
             self.busy_since = None
+
+
+def _find_rewinds(lines: Iterable[Line]) -> Iterator[tuple[int, int]]:
+    """Yield the numbers of lines that give up earlier ones, and the step after which."""
+    for line in lines:
+        if line.record is not None and (step := (line.record.get("labels") or {}).get(REWOUND_TO)) is not None:
+            yield line.number, int(step)
 
 
 def _samples(record: Mapping[str, Any]) -> tuple[TextSample, ...]:

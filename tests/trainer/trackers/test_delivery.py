@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.services.telemetry import MetricRecord, mean
+from offbeat.services.telemetry import REWOUND_TO, MetricRecord, mean
 from offbeat.services.text_samples import TextSample
 from offbeat.trainer.trackers.base import LoggedSteps, Row, TrackedRun, Tracker
 from offbeat.trainer.trackers.cursor import DeliveryCursor, read_progress
@@ -66,6 +66,16 @@ def deliver(folder: Path, tracker: Tracker) -> DeliveryCursor:
     while process.round():
         pass
     return process.progress
+
+
+def test_steps_of_weights_that_were_given_up_are_not_sent(tmp_path: Path):
+    rewound = MetricRecord("learner", {}, labels={REWOUND_TO: "1"})
+    append(tmp_path, step(1), evaluation(1), step(2), step(3), GAUGE, evaluation(3), rewound)
+    append(tmp_path, step(2), evaluation(2), step(3))
+    tracker = RecordingTracker()
+    progress = deliver(tmp_path, tracker)
+    assert [(row.number, row.step) for row in tracker.rows] == [(1, 1), (2, 1), (5, 1), (8, 2), (9, 2), (10, 3)]
+    assert (progress.number, progress.step, progress.repeated) == (10, 3, 0)
 
 
 def test_rows_are_named_by_source_and_gauges_get_the_newest_step(tmp_path: Path):
