@@ -6,8 +6,6 @@ from typing import Any, cast
 from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError
 
-from offbeat.deploy.config.loader import escape
-
 REFERENCE, INTERPOLATION, HIDDEN = "${oc.env:", "${", "\ue000{"
 
 
@@ -20,9 +18,9 @@ def reveal(tree: Any) -> Any:
     return _map_texts(lambda text: text.replace(HIDDEN, INTERPOLATION), tree)
 
 
-def escape_others(tree: Any) -> Any:
-    """Escape what a run's file would resolve, except for references."""
-    return _map_texts(lambda text: text.replace(f"\\{REFERENCE}", REFERENCE), escape(tree))
+def restore_references(tree: Any) -> Any:
+    """Return a tree of escaped texts with its references unescaped."""
+    return _map_texts(lambda text: text.replace(f"\\{REFERENCE}", REFERENCE), tree)
 
 
 def _hide_text(text: str) -> str:

@@ -5,8 +5,9 @@ from typing import Any
 
 import yaml
 
-from offbeat.deploy.config.importing.environment import escape_others
+from offbeat.deploy.config.importing.environment import restore_references
 from offbeat.deploy.config.importing.report import MEANINGS, STATUSES, Imported
+from offbeat.deploy.config.loader import escape
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.yaml_limits import Dumper
 
@@ -33,7 +34,12 @@ def to_yaml(imported: Imported, library: str) -> str:
     if left_out := imported.of_status("no counterpart"):
         lines += ["#", "# Left out:", *(f"#   {_one_line(each)}" for each in left_out)]
     body = yaml.dump(
-        escape_others(tree), Dumper=_Dumper, sort_keys=False, default_flow_style=None, allow_unicode=True, width=120
+        restore_references(escape(tree)),
+        Dumper=_Dumper,
+        sort_keys=False,
+        default_flow_style=None,
+        allow_unicode=True,
+        width=120,
     )
     return "\n".join([*lines, "", body])
 
