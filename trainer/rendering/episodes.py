@@ -20,6 +20,8 @@ Frame = npt.NDArray[np.uint8]
 FRAME_MS = 400
 HOLD_FRAMES = 3
 """Of the last frame."""
+MAX_FRAME_PIXELS = 512
+"""Of a side: all frames of an evaluation are in memory at once, beside the learner."""
 BORDER = 4
 TITLE_HEIGHT = 24
 COLORS = {True: (60, 160, 75), False: (200, 60, 60), None: (150, 150, 150)}
@@ -68,11 +70,11 @@ def play_again(config: EnvsConfig, recorded: RecordedEpisode) -> PlayedEpisode:
     env = make_rendered(custom.env_type, settings)
     try:
         observation, _ = env.reset(seed=recorded.seed)
-        observations, frames = [str(observation)], [render_frame(env)]
+        observations, frames = [str(observation)], [_shrink(render_frame(env))]
         for answer in recorded.answers:
             observation, _, terminated, truncated, _ = env.step(answer)
             observations.append(str(observation))
-            frames.append(render_frame(env))
+            frames.append(_shrink(render_frame(env)))
             if terminated or truncated:
                 break
     finally:
@@ -106,6 +108,14 @@ def render_frame(env: registry.TextEnv) -> Frame | None:
     return np.asarray(image.convert("RGB"))
 
 
+def _shrink(frame: Frame | None) -> Frame | None:
+    if frame is None or max(frame.shape[:2]) <= MAX_FRAME_PIXELS:
+        return frame
+    image = Image.fromarray(frame)
+    image.thumbnail((MAX_FRAME_PIXELS, MAX_FRAME_PIXELS))
+    return np.asarray(image)
+
+
 def write_gif(path: Path, episodes: Sequence[PlayedEpisode], *, columns: int = 4) -> bool:
     """Write episodes with images; return False without any. Frames are gray, finally green or red by success."""
     drawable = [episode for episode in episodes if episode.frames]
@@ -115,16 +125,17 @@ def write_gif(path: Path, episodes: Sequence[PlayedEpisode], *, columns: int = 4
     blocks = [[episode for episode in drawable if episode.recorded.title == title] for title in titles]
     columns = min(columns, max(len(block) for block in blocks))
     num_frames = max(len(episode.frames) for episode in drawable) + HOLD_FRAMES
-    images: list[Image.Image] = []
-    for at in range(num_frames):
+
+    def draw(at: int) -> Image.Image:
         mosaics = [_add_title(title, _mosaic(b, at, columns)) for title, b in zip(titles, blocks, strict=True)]
         width = max(mosaic.shape[1] for mosaic in mosaics)
         padding = [((0, 0), (0, width - mosaic.shape[1]), (0, 0)) for mosaic in mosaics]
         rows = [np.pad(mosaic, pad, constant_values=255) for mosaic, pad in zip(mosaics, padding, strict=True)]
-        images.append(Image.fromarray(np.concatenate(rows)))
+        return Image.fromarray(np.concatenate(rows))
+
     # One palette for all frames: left to itself, Pillow picks one per frame, and colours flicker.
-    palette = images[-1].quantize(64)
-    paletted = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images]
+    palette = draw(num_frames - 1).quantize(64)
+    paletted = [draw(at).quantize(palette=palette, dither=Image.Dither.NONE) for at in range(num_frames)]
     paletted[0].save(path, save_all=True, append_images=paletted[1:], duration=FRAME_MS, loop=0, optimize=True)
     return True
 

@@ -92,6 +92,13 @@ def test_frames_of_every_kind_become_rgb(shape: tuple[int, ...]):
     assert (frame[:, :, 0] == 128).all()
 
 
+def test_frames_of_an_episode_are_at_most_512_pixels_wide(config: RunConfig, monkeypatch: pytest.MonkeyPatch):
+    drawn = np.full((720, 1280, 3), 128, dtype=np.uint8)
+    monkeypatch.setattr("offbeat.trainer.rendering.episodes.render_frame", lambda _: drawn)
+    episode = play_again(config, RecordedEpisode("t", "FrozenLake", 7, ("Down",), 0.0, None))
+    assert {frame.shape for frame in episode.frames} == {(288, 512, 3)}
+
+
 @pytest.mark.parametrize("shape", [(8,), (8, 6, 2), (2, 8, 6, 3)])
 def test_arrays_that_are_no_pictures_are_left_out(shape: tuple[int, ...]):
     assert render_frame(Pictures(shape)) is None
