@@ -2,8 +2,9 @@
 
 import ast
 import json
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, cast
 
 from pydantic import Field, field_validator
@@ -21,6 +22,9 @@ from offbeat.envs.sandbox import Limits, check_isolation
 
 FENCED = fenced_pattern("python3?|py3?")
 
+Test = tuple[str | CallTest, str, str | None]
+"""Code after the program, or call; stdin; expected stdout."""
+
 
 class CodeConfig(QuestionsConfig):
     """`answer_key` names the column of tests: `assert` lines (MBPP) or `{"inputs": [...], "outputs": [...]}` of stdin and
@@ -37,13 +41,22 @@ class CodeConfig(QuestionsConfig):
     max_tests: int | None = Field(default=None, ge=1)
     """Maximum tests, from the first."""
     max_total_s: float = Field(default=20.0, gt=0)
-    """Time for a program's tests, s; those not started count as failed."""
+    """Time, s, for the tests of a program that has failed one by its time limit; those that could take longer count as
+    failed.
+    """
 
     @field_validator("answer_pattern")
     @classmethod
     def _pattern_compiles(cls, pattern: str) -> str:
         compile_pattern(pattern)
         return pattern
+
+    @property
+    def longest_s(self) -> float:
+        """Return the longest time of tests that all run out of time."""
+        timeout_s = self.sandbox.timeout_s
+        all_s = math.inf if self.max_tests is None else self.max_tests * timeout_s
+        return max(timeout_s, min(self.max_total_s, all_s))
 
 
 class CodeEnv(QuestionEnv[CodeConfig]):
@@ -61,15 +74,27 @@ class CodeEnv(QuestionEnv[CodeConfig]):
         if program is None:
             return Judgement(0.0, success=False, valid=False, metrics={"pass_rate": 0.0})
         tests = read_tests(row[self.config.answer_key])[: self.config.max_tests]
-        deadline = time.monotonic() + self.config.max_total_s
-        failures: list[str] = []
+        errors = self._run_tests(program, tests)
+        first = next(filter(None, errors), "")
+        rate = errors.count("") / len(tests)
+        reward = rate if self.config.reward == "pass_rate" else float(not first)
+        return Judgement(reward, not first, True, first, {"pass_rate": rate})
+
+    def _run_tests(self, program: str, tests: Sequence[Test]) -> list[str]:
+        """Return errors of the tests that were started, empty if passed.
+
+        An endless program must be wrong before the step's timeout, which is a failure of the infrastructure.
+        """
+        limits, began, is_too_slow = self.config.sandbox, time.monotonic(), False
+        errors: list[str] = []
         for test in tests:
-            in_time = time.monotonic() < deadline  # else slow in every test, which must not become the step's timeout
-            if failure := self._run_test(program, *test) if in_time else "out of time":
-                failures.append(failure)
-        rate = 1 - len(failures) / len(tests)
-        reward = rate if self.config.reward == "pass_rate" else float(not failures)
-        return Judgement(reward, not failures, True, failures[0] if failures else "", {"pass_rate": rate})
+            start = time.monotonic()
+            if is_too_slow and start + limits.timeout_s > began + self.config.max_total_s:
+                break
+            errors.append(self._run_test(program, *test))
+            took_s = time.monotonic() - start
+            is_too_slow = is_too_slow or (errors[-1] != "" and took_s >= min(limits.timeout_s, limits.cpu_s))
+        return errors
 
     def _run_test(self, program: str, extra: str | CallTest, stdin: str, expected: str | None) -> str:
         """Return the error; empty if passed."""
@@ -78,16 +103,14 @@ class CodeEnv(QuestionEnv[CodeConfig]):
         return check_program(program, extra, self.config.sandbox)
 
 
-def read_tests(tests: Any) -> list[tuple[str | CallTest, str, str | None]]:
-    """Return (code after the program or call, stdin, expected stdout) per test; raises ValueError without any, or for
-    one that no program could fail.
-    """
+def read_tests(tests: Any) -> list[Test]:
+    """Return a row's tests; raises ValueError without any, or for one that no program could fail."""
     if isinstance(tests, str):
         try:
             tests = json.loads(tests)
         except ValueError:
             tests = [tests]
-    parsed: list[tuple[str | CallTest, str, str | None]]
+    parsed: list[Test]
     if isinstance(tests, Mapping):
         table = cast(Mapping[str, Any], tests)
         name = table.get("fn_name")
@@ -97,7 +120,7 @@ def read_tests(tests: Any) -> list[tuple[str | CallTest, str, str | None]]:
         else:
             parsed = [("", lines_of(test_input), lines_of(out)) for test_input, out in pairs]
     else:
-        parsed = [(str(line), "", None) for line in cast(Sequence[object], tests)]
+        parsed = [(code, "", None) for code in drop_empty(map(str, cast(Sequence[object], tests)))]
         for code, *_ in parsed:
             refuse_definitions(str(code))
     if not parsed:
@@ -105,8 +128,15 @@ def read_tests(tests: Any) -> list[tuple[str | CallTest, str, str | None]]:
     return parsed
 
 
+def drop_empty(tests: Iterable[str]) -> list[str]:
+    """Leave out lines of a test's text that have no statement, such as comments."""
+    return [
+        test for test in tests if any(line.strip() and not line.strip().startswith("#") for line in test.splitlines())
+    ]
+
+
 def refuse_definitions(code: str) -> None:
-    """Raise ValueError for a test that only defines, such as `def check(candidate): ...` without its call, or is empty."""
+    """Raise ValueError for a test that only defines, such as `def check(candidate): ...` without its call."""
     try:
         statements = ast.parse(code).body
     except (SyntaxError, ValueError, MemoryError, RecursionError):

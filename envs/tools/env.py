@@ -4,8 +4,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import cached_property
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from functools import cached_property, partial
+from typing import Any, ClassVar, Literal, cast
 
 import gymnasium
 import numpy as np
@@ -15,12 +15,11 @@ from offbeat.envs import registry
 from offbeat.envs.config import Config
 from offbeat.envs.contract import random_answer
 from offbeat.envs.tools.functions import Call, read_calls, write_results
-from offbeat.envs.tools.mcp_server import END_S
+from offbeat.envs.tools.mcp_server import FAILED_CALL_END_S
 from offbeat.envs.tools.tool_calls import AnyTool, McpTool, OpenTool, ToolResult, longest_call_s
 
-T = TypeVar("T")
 MIN_CALLS_S = 20.0
-"""Time of one answer's calls, if each of them may take less."""
+"""Default time of one answer's calls, if each of them may take less."""
 NO_TIME = "no time is left for this call: make fewer calls in one answer"
 
 
@@ -36,6 +35,8 @@ class ToolEnvConfig(Config):
     """Tools in the prompt by `instruction` and `pattern`, or as functions in the chat template's format."""
     max_tool_uses: int = Field(default=10, ge=1)
     """Calls per episode, of a seat; later ones are refused."""
+    calls_timeout_s: float | None = Field(default=None, gt=0)
+    """Time of one answer's calls together, s; None: 20, or the longest time of one call if that is more."""
     tool_reward: float = 0.0
     """Reward per call."""
     tool_success_reward: float = 0.0
@@ -46,12 +47,12 @@ class ToolEnvConfig(Config):
     @property
     def calls_s(self) -> float:
         """Return the time of one answer's calls."""
-        return max(MIN_CALLS_S, *map(longest_call_s, self.tools))
+        return self.calls_timeout_s or max(MIN_CALLS_S, *map(longest_call_s, self.tools))
 
     @property
     def longest_step_s(self) -> float:
         """Return the longest time of a step that calls tools."""
-        return self.calls_s + (END_S if any(isinstance(tool, McpTool) for tool in self.tools) else 0.0)
+        return self.calls_s + (FAILED_CALL_END_S if any(isinstance(tool, McpTool) for tool in self.tools) else 0.0)
 
 
 class ToolEnv(gymnasium.Env[str, str]):
@@ -129,14 +130,14 @@ class ToolEnv(gymnasium.Env[str, str]):
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         deadline = time.monotonic() + self.config.calls_s
         if self._by_name and (function_calls := read_calls(action)):
-            results = [self._count_use(self._call_function, call, deadline) for call in function_calls]
+            results = [self._count_use(partial(self._call_function, call), deadline) for call in function_calls]
             return self._respond(
                 write_results([result.text if result else self._limit_message for result in results]), results
             )
         calls = [(tool, text) for tool in self._tools if (text := tool.find_call(action)) is not None]
         if calls and not self._by_name:
             tool, text = next((call for call in calls if call[0].accepts(call[1])), calls[0])
-            result = self._count_use(tool.use, text, deadline)
+            result = self._count_use(partial(tool.use, text), deadline)
             return self._respond(result.text if result else self._limit_message, [result])
         observation, reward, terminated, truncated, info = self._env.step(action)
         self._seat = str(info.get("seat", "")) if self.seats else ""
@@ -151,12 +152,12 @@ class ToolEnv(gymnasium.Env[str, str]):
             names = ", ".join(function.name for function, _ in functions)
             raise ValueError(f"tools: two functions share a name: {names}")
 
-    def _count_use(self, use: Callable[[T, float], ToolResult], call: T, deadline: float) -> ToolResult | None:
+    def _count_use(self, use: Callable[[float], ToolResult], deadline: float) -> ToolResult | None:
         self._uses[self._seat] += 1
         if self._uses[self._seat] > self.config.max_tool_uses:
             return None
         left_s = deadline - time.monotonic()
-        return use(call, left_s) if left_s > 0 else ToolResult(NO_TIME, ok=False)
+        return use(left_s) if left_s > 0 else ToolResult(NO_TIME, ok=False)
 
     def _call_function(self, call: Call, timeout_s: float) -> ToolResult:
         if tool := self._by_name.get(call.name):

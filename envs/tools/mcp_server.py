@@ -1,7 +1,8 @@
 """Connections to Model Context Protocol servers, one per server and process.
 
-Invariants: a call of a connected server returns within its timeout and `END_S`; a failed call leaves other envs
-the connection of a server that answers; a dead server is restarted at the next call; the last env to close ends the server.
+Invariants: a call returns within its timeout and `FAILED_CALL_END_S`, also while the server starts; a failed call leaves
+other envs the connection of a server that answers; a dead server is restarted at the next call; the last env to close ends
+the server.
 """
 
 import asyncio
@@ -19,8 +20,8 @@ CLOSE_TIMEOUT_S = 3.0
 NOTHING = "(nothing was returned)"
 PROBE_TIMEOUT_S = 2.0
 """After a failed call."""
-END_S = PROBE_TIMEOUT_S + 2 * CLOSE_TIMEOUT_S
-"""Longest end of a call that fails."""
+FAILED_CALL_END_S = PROBE_TIMEOUT_S + 2 * CLOSE_TIMEOUT_S
+"""Longest time from a call's failure to its return."""
 
 
 class McpAddress(NamedTuple):
@@ -38,21 +39,21 @@ class McpServer:
         """Raises ValueError if unreachable, or without the extra `mcp`."""
         self._mcp = require("mcp", "mcp")
         self._address = address
-        self._connecting = asyncio.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True)
         self._thread.start()
         self._client: Any = None
+        self._ready: asyncio.Future[Any] | None = None
         self._close_requested: asyncio.Event | None = None
         self._connection_task: asyncio.Task[None] | None = None
         try:
-            self.functions = self._run(_list_functions, address.timeout_s)
+            self.functions = self._run(_list_functions, CONNECT_TIMEOUT_S + address.timeout_s)
         except ValueError:
             self.close()
             raise
 
     def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> tuple[str, bool]:
-        """Return (output, success). timeout_s: if less than the server's."""
+        """Return (output, success). timeout_s: upper bound besides the server's own."""
         try:
             timeout_s = min(timeout_s, self._address.timeout_s)
             return self._run(lambda client: _call_tool(client, name, arguments), timeout_s)
@@ -72,36 +73,26 @@ class McpServer:
     async def _run_with_timeout(self, request: Callable[[Any], Awaitable[T]], timeout_s: float) -> T:
         server, client = self._address.url or " ".join(self._address.command), None
         try:
-            client = await self._connect_in_time()
             async with asyncio.timeout(timeout_s):
+                client = await self._connect()
                 return await request(client)
         except TimeoutError:
             await self._disconnect_if_dead(client)
-            raise ValueError(f"the MCP server {server} gave no answer in {timeout_s:.3g} s") from None
+            raise ValueError(f"the MCP server {server} gave no answer in {round(timeout_s, 1):g} s") from None
         except Exception as error:
             await self._disconnect_if_dead(client)
             raise ValueError(f"the MCP server {server} failed: {str(error) or type(error).__name__}") from error
 
-    async def _connect_in_time(self) -> Any:
-        """Raises ConnectionError after `CONNECT_TIMEOUT_S`."""
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                return await self._connect()
-        except TimeoutError:
-            raise ConnectionError(f"no connection in {CONNECT_TIMEOUT_S:g} s") from None
-
     async def _connect(self) -> Any:
-        async with self._connecting:
-            if self._client is None:
-                ready: asyncio.Future[Any] = self._loop.create_future()
-                self._close_requested = asyncio.Event()
-                self._connection_task = asyncio.create_task(self._keep_connection(ready, self._close_requested))
-                try:
-                    self._client = await ready
-                except BaseException:
-                    await self._disconnect()
-                    raise
-            return self._client
+        """Return the connected client; the connection is still made if the caller gives up, for the next one."""
+        if self._ready is None or self._connection_task is None or self._connection_task.done():
+            self._client, self._ready, self._close_requested = None, self._loop.create_future(), asyncio.Event()
+            self._connection_task = asyncio.create_task(self._keep_connection(self._ready, self._close_requested))
+        ready = self._ready
+        client = await asyncio.shield(ready)
+        if ready is self._ready:
+            self._client = client
+        return client
 
     async def _disconnect_if_dead(self, client: Any) -> None:
         """Disconnect a failed call's client, unless a newer one has replaced it or the server answers a probe."""
@@ -116,16 +107,19 @@ class McpServer:
                 await self._disconnect()
 
     async def _keep_connection(self, ready: "asyncio.Future[Any]", close_requested: asyncio.Event) -> None:
-        """Hold the connection open in the task that closes it."""
+        """Hold the connection open in the task that closes it; `ready` fails after `CONNECT_TIMEOUT_S`."""
         command = self._address.command
         try:
             server = self._address.url or self._mcp.StdioServerParameters(command=command[0], args=list(command[1:]))
-            async with self._mcp.Client(server) as client:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S) as startup, self._mcp.Client(server) as client:
+                startup.reschedule(None)
                 ready.set_result(client)
                 await close_requested.wait()
         except Exception as error:
             if not ready.done():
-                ready.set_exception(error)
+                is_late = isinstance(error, TimeoutError)
+                ready.set_exception(ConnectionError(f"no connection in {CONNECT_TIMEOUT_S:g} s") if is_late else error)
+                ready.exception()  # nobody may wait for it
 
     async def _disconnect(self) -> None:
         connection, self._connection_task, self._client = self._connection_task, None, None
@@ -139,13 +133,16 @@ class McpServer:
 
 
 async def _list_functions(client: Any) -> tuple[Function, ...]:
-    tools: list[Any] = []
+    """Read all pages; a server may end with an empty cursor, or repeat one."""
+    tools: dict[str, Any] = {}
+    cursors: set[str | None] = set()
     cursor: str | None = None
-    while True:
+    while cursor not in cursors:
+        cursors.add(cursor)
         page = await client.list_tools(cursor=cursor)
-        tools += page.tools
-        if (cursor := page.next_cursor) is None:
-            return tuple(Function(tool.name, tool.description or "", dict(tool.input_schema)) for tool in tools)
+        tools |= {tool.name: tool for tool in page.tools}
+        cursor = page.next_cursor or None
+    return tuple(Function(tool.name, tool.description or "", dict(tool.input_schema)) for tool in tools.values())
 
 
 async def _call_tool(client: Any, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:

@@ -54,7 +54,7 @@ class OpenTool(Protocol):
         ...
 
     def use(self, text: str, timeout_s: float) -> ToolResult:
-        """Make the call; the result describes failures. timeout_s: if less than the tool's."""
+        """Make the call; the result describes failures. timeout_s: upper bound besides the tool's own."""
         ...
 
     @property
@@ -63,7 +63,7 @@ class OpenTool(Protocol):
         ...
 
     def call_function(self, call: Call, timeout_s: float) -> ToolResult:
-        """Call a function; the result describes failures. timeout_s: if less than the tool's."""
+        """Call a function; the result describes failures. timeout_s: upper bound besides the tool's own."""
         ...
 
     def close(self) -> None: ...

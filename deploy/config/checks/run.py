@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -65,8 +65,8 @@ def check_run(
 
     cores, nodes: of the machine or cluster; None: detected. on_step: called before user code. trial: as in
     `check_first_prompts`. started: of a run that a build has accepted, as with `resume_from_checkpoint`: keys without
-    effect, some that end the run at a later step, V-trace without its weight, and what sglang records wrongly are logged,
-    because later builds find more of them.
+    effect, some that end the run at a later step, limits that exceed a step's, V-trace without its weight, and what sglang
+    records wrongly are logged, because later builds find more of them.
     """
     on_step("group_filter_cls, track_with", "import of classes")
     issues = [
@@ -76,7 +76,7 @@ def check_run(
         *check_rewards(config, on_step),
         *_check_env(config, on_step),
         *check_episodes(config, on_step),
-        *([] if started else [*check_harbor(config), *check_step_times(config)]),
+        *_of_new_runs(config, [*check_harbor(config), *check_step_times(config)], started=started),
         *_check_functions(config, on_step),
     ]
     return issues or (check_first_prompts(config, on_step, trial=trial) if config.custom_envs else [])
@@ -125,10 +125,10 @@ def _check_static(
         *_check_architecture(config, on_step),
         *check_sampling(config),
         *check_lora(config),
-        *([] if started else check_targets(config)),
+        *_of_new_runs(config, check_targets(config), started=started),
         *_check_paths_and_addresses(config),
         *_check_tracing(config),
-        *_check_unused(config, started=started or bool(config.resume_from_checkpoint)),
+        *_of_new_runs(config, _check_unused(config), started=started),
     ]
 
 
@@ -141,12 +141,18 @@ def _check_architecture(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIs
     yield from check_megatron(config)
 
 
-def _check_unused(config: RunConfig, *, started: bool) -> Iterator[ConfigIssue]:
+def _check_unused(config: RunConfig) -> Iterator[ConfigIssue]:
+    yield from check_unused(config)
+    yield from check_own_arguments(config)
+    yield from check_synced_reference(config)
+    yield from check_sglang_updates_and_cuts(config)
+    if not config.reads_data:
+        yield from check_vtrace_weight(config)
+
+
+def _of_new_runs(config: RunConfig, issues: Iterable[ConfigIssue], *, started: bool) -> Iterator[ConfigIssue]:
     """Yield what earlier builds accepted; log it for a run that one of them started."""
-    issues = [*check_unused(config), *check_own_arguments(config), *check_synced_reference(config)]
-    issues += check_sglang_updates_and_cuts(config)
-    issues += [] if config.reads_data else check_vtrace_weight(config)
-    if not started:
+    if not (started or config.resume_from_checkpoint):
         yield from issues
         return
     for issue in issues:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from typing import NamedTuple
 
 from pydantic import JsonValue, ValidationError
 
@@ -12,30 +13,37 @@ from offbeat.envs.tools.env import ToolEnvConfig
 from offbeat.trainer.config.issue import ConfigIssue
 
 
+class LongestStep(NamedTuple):
+    seconds: float
+    cause: str
+    keys: str
+
+
 def check_step_times(config: RunConfig) -> Iterator[ConfigIssue]:
     for tag, env in config.custom_envs.items():
         with suppress(ValidationError):  # reported as the env's settings
-            longest_s, parts = _longest_step(env.env_type, env.env_config)
-            if env.step_timeout_s <= longest_s:
-                yield ConfigIssue(
-                    f"custom_envs.{tag}.step_timeout_s",
-                    f"{env.step_timeout_s:g} s end an episode without a reward before {parts}: take more than "
-                    f"{longest_s:g}, or smaller limits",
-                )
+            for longest in _longest_steps(env.env_type, env.env_config, "env_config"):
+                if env.step_timeout_s <= longest.seconds:
+                    yield ConfigIssue(
+                        f"custom_envs.{tag}.step_timeout_s",
+                        f"{env.step_timeout_s:g} s end an episode without a reward before {longest.cause}: take more than "
+                        f"{longest.seconds:g}, or less in {longest.keys}",
+                    )
 
 
-def _longest_step(env_type: str, env_config: Mapping[str, JsonValue]) -> tuple[float, str]:
-    """Return the time that settings allow a step, and of what; 0 if they set none."""
+def _longest_steps(env_type: str, env_config: Mapping[str, JsonValue], key: str) -> Iterator[LongestStep]:
     match env_type:
         case "code":
             code = CodeConfig.model_validate_json(json.dumps(env_config))
-            parts = (
-                f"a program's tests (max_total_s {code.max_total_s:g} + sandbox.timeout_s {code.sandbox.timeout_s:g})"
-            )
-            return code.max_total_s + code.sandbox.timeout_s, parts
+            cause = f"the tests of a program that is too slow for them ({code.longest_s:g} s)"
+            yield LongestStep(code.longest_s, cause, f"{key}.max_total_s and {key}.sandbox.timeout_s")
         case "tools":
             tools = ToolEnvConfig.model_validate_json(json.dumps(env_config))
-            parts = f"an answer's tool calls ({tools.calls_s:g} s, and the end of a call that fails)"
-            return max((tools.longest_step_s, parts), _longest_step(tools.env_type, tools.env_config))
+            end_s = tools.longest_step_s - tools.calls_s
+            cause = (
+                f"an answer's tool calls ({tools.calls_s:g} s{f', and {end_s:g} s after a failure' if end_s else ''})"
+            )
+            yield LongestStep(tools.longest_step_s, cause, f"{key}.calls_timeout_s")
+            yield from _longest_steps(tools.env_type, tools.env_config, f"{key}.env_config")
         case _:
-            return 0.0, ""
+            return

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from offbeat.envs.dataset.code import lines_of, read_call, refuse_definitions
+from offbeat.envs.dataset.code import drop_empty, lines_of, read_call, refuse_definitions
 from offbeat.envs.dataset.program_checker import CallTest
 from offbeat.services.reward.errors import Failure, RewardError
 from offbeat.services.reward.kinds.config import CodeSandboxConfig
@@ -82,11 +82,10 @@ def _kind(sample: RewardSample, config: CodeSandboxConfig, value: Any) -> str:
 def _cases(value: Any, kind: str, sample: RewardSample) -> Iterator[Case]:
     match kind:
         case "pytest":
-            for source in [value] if isinstance(value, str) else value:
-                yield _pytest_file(source)
+            yield from map(_pytest_file, drop_empty(map(_python, [value] if isinstance(value, str) else value)))
         case "assert":
-            for code in [value] if isinstance(value, str) else value or ():
-                refuse_definitions(_python(code))
+            for code in drop_empty(map(_python, [value] if isinstance(value, str) else value or ())):
+                refuse_definitions(code)
                 yield from map(AssertCase, _assertions(code))
         case "stdio":
             for test_input, output in _pairs(value):
@@ -146,8 +145,8 @@ def _has_uncalled_test(code: Any) -> bool:
     return not tests <= used
 
 
-def _pytest_file(source: Any) -> PytestFile:
-    tree = ast.parse(_python(source))
+def _pytest_file(source: str) -> PytestFile:
+    tree = ast.parse(source)
     if not any(isinstance(node, ast.FunctionDef) and node.name.startswith("test") for node in ast.walk(tree)):
         raise ValueError("a pytest file has no test function")
     return PytestFile(source)

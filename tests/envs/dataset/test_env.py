@@ -1,6 +1,5 @@
 import json
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -140,14 +139,29 @@ def test_programs_are_run_against_their_tests(tmp_path: Path):
 
 
 @needs_sandbox
-def test_a_program_that_is_slow_in_every_test_is_wrong_within_max_total_s(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("limits", "error"), [({"timeout_s": 1}, "out of time"), ({"timeout_s": 20, "cpu_s": 1}, "exit code -9")]
+)
+def test_a_program_that_is_slow_in_every_test_is_wrong_within_max_total_s(
+    limits: dict[str, Any], error: str, tmp_path: Path
+):
+    """One that is right in every test is not cut short."""
     rows = [{"question": "double", "tests": ["assert double(2) == 4"] * 10}]
-    limits = {"max_total_s": 1.5, "sandbox": {"timeout_s": 1}}
-    env = make("code", dataset_name=write(tmp_path / "code.jsonl", rows), split="any", **limits)
+    limits = {"max_total_s": 0.01, "sandbox": limits}
+    env = make("code", dataset_name=write(tmp_path / "code.jsonl", rows), split="any", reward="pass_rate", **limits)
     env.reset(seed=0)
-    began = time.monotonic()
-    assert judged(env, "```python\nwhile True: pass\n```") == (0.0, False, True)
-    assert time.monotonic() - began < 6
+    num_started = 0
+    run_test = env._run_test
+
+    def count(*test: Any) -> str:
+        nonlocal num_started
+        num_started += 1
+        return run_test(*test)
+
+    env._run_test = count
+    observation, reward, *_ = env.step(CODE.format("all(1 for _ in iter(int, 1))"))
+    assert (observation, reward, num_started) == (error, 0.0, 1)
+    assert judged(env, CODE.format("2 * x")) == (1.0, True, True)
 
 
 @needs_sandbox
@@ -324,15 +338,18 @@ def test_an_answer_with_blocks_of_other_languages_alone_has_no_program():
         ([], "the task has no tests"),
         ({"inputs": [], "outputs": []}, "the task has no tests"),
         (["assert f(1) == 2", "def check(f):\n    assert f(1) == 2"], "asserts and calls nothing"),
-        ("", "asserts and calls nothing"),
-        (["assert f(1) == 2", ""], "asserts and calls nothing"),
-        (["assert f(1) == 2", "# edge cases"], "asserts and calls nothing"),
+        ("", "the task has no tests"),
+        (["", "# edge cases"], "the task has no tests"),
         ({"fn_name": "f", "inputs": [{"x": 1}], "outputs": [2]}, "the arguments of f are named: give a list"),
     ],
 )
 def test_a_task_without_usable_tests_is_reported(tests: object, problem: str):
     with pytest.raises(ValueError, match=problem):
         read_tests(tests)
+
+
+def test_empty_lines_beside_tests_are_no_tests():
+    assert [test for test, *_ in read_tests(["assert f(1) == 2", "", " \n# edge cases"])] == ["assert f(1) == 2"]
 
 
 def test_a_program_runs_at_least_one_test():

@@ -1,6 +1,7 @@
-"""An MCP server for tests, whose list of functions has two pages."""
+"""An MCP server for tests, whose list of functions has two pages; the last one's cursor is the argument, if any."""
 
 import asyncio
+import sys
 from typing import Any
 
 from mcp import types
@@ -11,9 +12,9 @@ TOOLS = [types.Tool(name=name, input_schema={"type": "object"}) for name in ("fi
 
 
 async def list_tools(_: Any, parameters: types.PaginatedRequestParams | None) -> types.ListToolsResult:
-    if parameters is None or parameters.cursor is None:
+    if parameters is None or not parameters.cursor:
         return types.ListToolsResult(tools=TOOLS[:1], next_cursor="1")
-    return types.ListToolsResult(tools=TOOLS[1:])
+    return types.ListToolsResult(tools=TOOLS[1:], next_cursor=sys.argv[1] if sys.argv[1:] else None)
 
 
 async def call_tool(_: Any, parameters: types.CallToolRequestParams) -> types.CallToolResult:

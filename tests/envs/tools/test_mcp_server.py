@@ -118,10 +118,30 @@ def test_an_error_of_a_server_that_answers_leaves_its_connection(shop: Any):
     assert observe(shop, call("who")) == pid
 
 
-def test_functions_of_all_pages_are_offered():
-    pages = {"tool_id": "mcp", "command": [sys.executable, str(Path(__file__).with_name("mcp_pages.py"))]}
-    env = env_with({**pages, "functions": ["first", "second"]})
-    assert observe(env, call("second")) == "second was called"
+@pytest.mark.parametrize("last_cursor", [[], [""], ["1"]])
+def test_functions_of_all_pages_are_offered(last_cursor: list[str]):
+    pages = {"tool_id": "mcp", "command": [sys.executable, str(Path(__file__).with_name("mcp_pages.py")), *last_cursor]}
+    env = env_with(pages, function_calling="template")
+    assert [each["function"]["name"] for each in env.functions] == ["first", "second"]
+    assert read_results(env.step(write_calls("", [Call("second", {})]))[0], 1) == ["second was called"]
+    env.close()
+
+
+def test_a_call_does_not_wait_for_a_server_that_starts_again_slowly(tmp_path: Path):
+    """The next call has the connection."""
+    go = tmp_path / "go"
+    go.touch()
+    script = f'while [ ! -e "{go}" ]; do sleep 0.1; done; exec "{sys.executable}" "{SERVER}"'
+    env = env_with(
+        {"tool_id": "mcp", "command": ["sh", "-c", script], "timeout_s": 10.0}, calls_timeout_s=2.0, max_tool_uses=100
+    )
+    pid = int(observe(env, call("who")))
+    go.unlink()
+    os.kill(pid, signal.SIGKILL)
+    wait_until_sync(lambda: not Path(f"/proc/{pid}").exists())
+    wait_until_sync(lambda: "gave no answer in 2 s" in observe(env, call("who")))
+    go.touch()
+    wait_until_sync(lambda: observe(env, call("who")).isdigit())
     env.close()
 
 
