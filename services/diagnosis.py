@@ -163,8 +163,10 @@ def _entropy_collapse(window: StepWindow) -> RunFinding | None:
 def _failures_left_out(window: StepWindow) -> RunFinding | None:
     """Check that the groups that are trained on are nearly solved, while others fail and are left out.
 
-    A shaped reward above the env's greatest is on another scale, and not compared.
+    A shaped reward above the env's greatest is on another scale, and not compared; nor is one without masked episodes.
     """
+    if window.limits.masks_episodes:
+        return None
     share = window.share("groups_without_signal", "groups")
     lowest, highest = min(window.values("reward_min"), default=0.0), max(window.values("reward_max"), default=0.0)
     trained, everywhere = window.mean("shaped_reward/mean"), window.mean("reward")

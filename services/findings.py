@@ -30,6 +30,8 @@ class DiagnosisLimits:
     """Longest answer of any env."""
     is_sampling_cut: bool = False
     """Whether `top_p` or `top_k` cut the engine's distribution."""
+    masks_episodes: bool = False
+    """Whether `max_len_mask` or `error_max_len_clip` leaves episodes out of the loss, and of `shaped_reward`."""
     has_faster_engine: bool = False
     """Whether `hf_infer` would sample this policy faster than its engine."""
 

@@ -1,5 +1,6 @@
 """Findings by what the steps of a run look like."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,7 @@ def test_failures_that_are_left_out_are_distinguished_from_hard_tasks(changes: d
     assert names(steps(**seen)) == ["failures_left_out"]
     assert names(steps(9, **seen)) == []
     assert names(steps(**(seen | changes))) == []
+    assert diagnose(steps(**seen), replace(LIMITS, masks_episodes=True)) == []
 
 
 def test_without_a_learning_rate_nothing_is_expected_to_change():

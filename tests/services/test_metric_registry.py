@@ -42,7 +42,10 @@ def of_step(trained: Outcome, version: int = VERSION) -> dict[str, float]:
     """A step's metrics, from the same functions as the learner's."""
     values = torch.linspace(0.1, 0.7, trained.batch.num_sampled)
     gauges = {name: Partial("last", value) for name, value in trained.gauges.items()}
-    gauges |= batch_gauges(trained.batch, trained.targets.advantages, trained.targets.returns, values, version)
+    everything = torch.ones(trained.batch.num_trajectories, dtype=torch.bool)
+    gauges |= batch_gauges(
+        trained.batch, everything, trained.targets.advantages, trained.targets.returns, values, version
+    )
     groups = rich_groups()
     taken = StepGroups(groups=groups, trained=groups[:3], dropped={"stale": 2})
     seconds = {"wait": 1.01, "train": 2.52, "publish": 0.23, "checkpoint": 0.54, "settle": 0.126, "step": 4.07}

@@ -186,6 +186,7 @@ class LearnerRunConfig(LearnerConfig):
             train.training_args.max_grad_norm,
             answer_tokens,
             is_sampling_cut=sampling.top_p < 1 or sampling.top_k > 0,
+            masks_episodes=self.max_len_mask or self.error_max_len_clip,
             has_faster_engine=self._has_faster_engine,
         )
 

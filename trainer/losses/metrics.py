@@ -91,27 +91,23 @@ def with_effective_sample_size(merged: Mapping[str, Partial]) -> dict[str, Parti
 @torch.no_grad()
 def batch_gauges(
     batch: Batch,
+    trained: Tensor,
     advantages: Tensor,
     returns: Tensor | None,
     values: Tensor | None,
     version: int | None,
     critic_weights: Tensor | None = None,
-    weights: Tensor | None = None,
 ) -> dict[str, Partial]:
     """Return a batch's gauges, identical on every rank; staleness is in versions.
 
-    critic_weights, weights: [M], 0 where critic or policy is not trained; None: it is trained at each token.
+    trained: episodes in the loss, [T] bool; critic_weights: [M], 0 where the critic is not trained, None: nowhere.
     """
     if not batch.num_sampled:
         return {}
     lengths = torch.bincount(batch.trajectory, minlength=len(batch.episode_reward)).float()
-    rewards = batch.episode_reward
-    if weights is not None:
-        masked = torch.isin(torch.arange(len(rewards)), batch.trajectory[weights == 0])
-        rewards, advantages = rewards[~masked], advantages[weights > 0]
     out = {
-        **_spread("shaped_reward", rewards),
-        **_spread("advantage", advantages),
+        **_spread("shaped_reward", batch.episode_reward[trained]),
+        **_spread("advantage", advantages[trained[batch.trajectory]]),
         **_spread("tokens/response_length", lengths),
         "tokens_trained": Partial("sum", float(batch.num_sampled)),
         "tokens/computed": Partial("sum", float(batch.num_tokens)),

@@ -25,7 +25,7 @@ from offbeat.trainer.data.batch import (
     pack,
 )
 from offbeat.trainer.data.seats import split_seats
-from offbeat.trainer.data.selection import select_most_varied
+from offbeat.trainer.data.selection import select_most_varied, trained_episodes
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.base import Hyperparameters, StepOutcome, TrainEngine
 from offbeat.trainer.engines.frozen import FrozenModel, LogprobModel, Reference
@@ -143,9 +143,8 @@ class BatchTrainer:
         if seen is not None and (logprobs := merge_seen(seen, self._ranks)) is not None:
             self.last_step = StepTokens(step + 1, tuple(selected), batch, targets, logprobs, self._config)
         self.kl.update(targets.kl_in_reward, len(batch.episode_reward))
-        fixed = batch_gauges(
-            batch, targets.advantages, targets.returns, values, step, targets.critic_weights, targets.weights
-        )
+        trained = trained_episodes(batch, self._config)
+        fixed = batch_gauges(batch, trained, targets.advantages, targets.returns, values, step, targets.critic_weights)
         if targets.teacher_kl is not None:
             fixed["actor/teacher_kl"] = Partial("mean", targets.teacher_kl * batch.num_sampled, batch.num_sampled)
         if self._config.add_token_level_kl:

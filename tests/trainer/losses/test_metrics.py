@@ -7,7 +7,8 @@ from offbeat.services.messages.types import StopReason
 from offbeat.services.telemetry import Partial, merge_all
 from offbeat.trainer.algorithms.ratio import TokenLosses
 from offbeat.trainer.config.algorithm import AlgorithmConfig
-from offbeat.trainer.data.batch import pack
+from offbeat.trainer.data.batch import Batch, pack
+from offbeat.trainer.data.selection import trained_episodes
 from offbeat.trainer.losses.metrics import (
     batch_gauges,
     loss_gauges,
@@ -76,11 +77,15 @@ def test_loss_gauge_is_sum_per_step_and_mean_over_steps():
     assert merge_all(parts)["x"].value == pytest.approx((1.5 + 6.0) / 2)
 
 
+def everything(batch: Batch) -> torch.Tensor:
+    return torch.ones(batch.num_trajectories, dtype=torch.bool)
+
+
 def test_batch_gauges_describe_the_batch():
     batch = pack([*two_groups(), group(2, trajectory(0, [(1, 0, -3.0)]))])
     advantages, values = torch.linspace(-1, 2, 10), torch.zeros(10)
     returns = torch.tensor([1.0, 3.0] * 5)
-    got = batch_gauges(batch, advantages, returns, values + 0.5 * returns, version=2)
+    got = batch_gauges(batch, everything(batch), advantages, returns, values + 0.5 * returns, version=2)
     expected = {
         "shaped_reward/mean": (1.0 - 0.1 + 0.5 - 3.0) / 5,
         "shaped_reward/min": -3.0,
@@ -109,7 +114,7 @@ def test_the_critics_gauges_cover_the_tokens_that_it_is_trained_at():
     assert 1 < int(first.sum()) < batch.num_sampled
     values = torch.where(first, 0.0, 100.0)
     targets = build_targets(batch, config, values=values, version=2)
-    got = batch_gauges(batch, targets.advantages, targets.returns, values, 2, targets.critic_weights)
+    got = batch_gauges(batch, everything(batch), targets.advantages, targets.returns, values, 2, targets.critic_weights)
     assert targets.returns is not None
     assert got["critic/values/max"].value == 0.0
     assert got["critic/returns/max"].value == pytest.approx(float(targets.returns[first].max()))
@@ -117,17 +122,19 @@ def test_the_critics_gauges_cover_the_tokens_that_it_is_trained_at():
 
 
 def test_masked_episodes_are_in_no_gauge_of_trained_ones():
+    """Nor is one without tokens."""
     cut = replace(trajectory(2, [(1, 3, 9.0)]), stop_reason=StopReason.MAX_LENGTH)
-    batch = pack([group(0, trajectory(0, [(1, 2, 1.0)]), trajectory(1, [(1, 2, 0.0)]), cut)])
+    empty = replace(trajectory(3, [(1, 0, 7.0)]), stop_reason=StopReason.MAX_LENGTH)
+    batch = pack([group(0, trajectory(0, [(1, 2, 1.0)]), trajectory(1, [(1, 2, 0.0)]), cut, empty)])
     config = AlgorithmConfig.model_validate({"max_len_mask": True, "whiten_advantages": True})
     targets = build_targets(batch, config, version=2)
-    got = batch_gauges(batch, targets.advantages, None, None, 2, None, targets.weights)
+    got = batch_gauges(batch, trained_episodes(batch, config), targets.advantages, None, None, 2)
     assert got["advantage/mean"].value == pytest.approx(0.0, abs=1e-6)
     assert (got["advantage/mean"].count, got["shaped_reward/mean"].count) == (4, 2)
     assert (got["shaped_reward/mean"].value, got["shaped_reward/max"].value) == (0.5, 1.0)
-    nothing = batch_gauges(batch, targets.advantages, None, None, 2, None, torch.zeros(7))
+    nothing = batch_gauges(batch, ~everything(batch), targets.advantages, None, None, 2)
     assert not {"advantage/mean", "shaped_reward/mean"} & nothing.keys()
 
 
 def test_empty_batch_has_no_gauges():
-    assert batch_gauges(pack([]), torch.zeros(0), None, None, 1) == {}
+    assert batch_gauges(pack([]), everything(pack([])), torch.zeros(0), None, None, 1) == {}
