@@ -5,6 +5,7 @@ Invariant: each record is written once, across restarts (the last line holds the
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
@@ -25,8 +26,10 @@ logger = logging.getLogger(__name__)
 
 BLOCK_MS = 500
 RETRY_S = 1.0
-TRACKER_RETRY_S = 60.0
-"""Each try may leave an empty file."""
+MAX_TRACKER_RETRY_S = 60.0
+"""The first wait is `RETRY_S`, each the double of the last; each try may leave an empty file."""
+MAX_WAITING_ROWS = 10_000
+"""For a tracker that can't be written; the oldest are given up."""
 
 
 class MetricsWriter(Follower):
@@ -50,6 +53,8 @@ class MetricsWriter(Follower):
         self._kwargs = kwargs or {}
         self._logged = logged or LoggedSteps()
         self._step = resumed_step
+        self._unsent: list[tuple[str, MetricRecord]] = []
+        """Read, but neither known to be in the file nor sent to trackers."""
         super().__init__("trackers")
 
     def _follow(self) -> None:
@@ -73,6 +78,8 @@ class MetricsWriter(Follower):
     def _write_until_stopped(self, trackers: Sequence["_GuardedTracker"]) -> None:
         with closing(MetricsFile(self._output_dir / METRICS_FILE)) as file:
             position = file.position
+            # A write that was cut short has kept its first lines, which are not read again
+            self._send([each for each in self._unsent if _order(each[0]) <= _order(position)], trackers)
             while True:
                 last_round = self._stop.is_set()
                 position, count = self._forward(file, trackers, position, None if last_round else BLOCK_MS)
@@ -89,11 +96,11 @@ class MetricsWriter(Follower):
         self, file: MetricsFile, trackers: Sequence["_GuardedTracker"], position: str, block_ms: int | None
     ) -> tuple[str, int]:
         """Write records after `position`, to the file first; return the new position and their number."""
-        records: list[MetricRecord] = []
+        self._unsent = []
         try:
             for entry_id, record in self._stream.read(position, block_ms=block_ms):
                 file.write(entry_id, record)
-                records.append(record)
+                self._unsent.append((entry_id, record))
                 position = entry_id
         except RedisError as error:
             logger.warning("cannot read metrics: %s; retrying in %.0f s", error, RETRY_S)
@@ -102,10 +109,15 @@ class MetricsWriter(Follower):
             logger.warning("malformed metric record after %s: %s; later records are not tracked", position, error)
             self._stop.wait()
         file.flush()
-        if rows := [row for record in records if (row := self._make_row(record)) is not None]:
-            for tracker in trackers:
-                tracker.write(rows)
-        return position, len(records)
+        count = len(self._unsent)
+        self._send(self._unsent, trackers)
+        return position, count
+
+    def _send(self, records: Sequence[tuple[str, MetricRecord]], trackers: Sequence["_GuardedTracker"]) -> None:
+        self._unsent = []
+        rows = [row for _, record in records if (row := self._make_row(record)) is not None]
+        for tracker in trackers:
+            tracker.write(rows)
 
     def _make_row(self, record: MetricRecord) -> Row | None:
         values = {name: each.value for name, each in record.values.items()}
@@ -113,6 +125,10 @@ class MetricsWriter(Follower):
         self._step = max(self._step, row.step)
         is_logged = record.source != "learner" or record.step is None or record.step in self._logged
         return row if is_logged else None
+
+
+def _order(entry_id: str) -> tuple[int, ...]:
+    return tuple(map(int, entry_id.split("-")))
 
 
 class _GuardedTracker:
@@ -124,30 +140,43 @@ class _GuardedTracker:
         self._name = name
         self._newest_step = resumed_step
         self._tracker: Tracker | None = None
-        self._retry_at = 0.0
+        self._waiting: deque[Row] = deque(maxlen=MAX_WAITING_ROWS)
+        self._retry_at = self._wait_s = 0.0
 
     def write(self, rows: Sequence[Row]) -> None:
-        if self._tracker is None and time.monotonic() < self._retry_at:
+        """Write the rows, after those that a failure has left; call it without rows to try again."""
+        self._waiting.extend(rows)
+        if time.monotonic() >= self._retry_at:
+            self._write_waiting()
+
+    def close(self) -> None:
+        self._write_waiting()
+        self._close_tracker()
+
+    def _write_waiting(self) -> None:
+        if not self._waiting:
             return
         try:
             if self._tracker is None:
                 self._tracker = self._make(self._newest_step)
-            for row in rows:
+            for row in self._waiting:
                 self._tracker.write(row)
             self._tracker.flush()
         except OSError as error:
-            text = "%s can't be written: %s; rows until it can are in metrics.jsonl only; retrying every %.0f s"
-            if not self._retry_at:
-                logger.warning(text, self._name, error, TRACKER_RETRY_S)
-            self.close()
-            self._retry_at = time.monotonic() + TRACKER_RETRY_S
+            text = "%s can't be written: %s; the newest %d rows are kept for it; retrying every %.0f s at most"
+            if not self._wait_s:
+                logger.warning(text, self._name, error, MAX_WAITING_ROWS, MAX_TRACKER_RETRY_S)
+            self._close_tracker()
+            self._wait_s = min(2 * self._wait_s or RETRY_S, MAX_TRACKER_RETRY_S)
+            self._retry_at = time.monotonic() + self._wait_s
             return
-        if self._retry_at:
+        if self._wait_s:
             logger.info("%s can be written again", self._name)
-            self._retry_at = 0.0
-        self._newest_step = max(self._newest_step, *(row.step for row in rows))
+            self._retry_at = self._wait_s = 0.0
+        self._newest_step = max(self._newest_step, *(row.step for row in self._waiting))
+        self._waiting.clear()
 
-    def close(self) -> None:
+    def _close_tracker(self) -> None:
         tracker, self._tracker = self._tracker, None
         if tracker is not None:
             with suppress(OSError):  # logged when it was written

@@ -32,6 +32,12 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def open_files() -> list[str]:
+    """Return the targets of this process's descriptors."""
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return [os.readlink(link) for link in links if os.path.islink(link)]
+
+
 def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -112,10 +118,11 @@ def test_records_stay_in_the_stream_while_the_file_is_unwritable(
     assert scalars(tmp_path, "learner/reward") == [(1, 0.25)]
 
 
-def test_metrics_file_goes_on_while_tensorboard_can_not_be_written(
-    redis_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ends", [False, True])
+def test_tensorboard_gets_the_rows_of_a_time_when_it_could_not_be_written(
+    redis_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, ends: bool
 ) -> None:
-    monkeypatch.setattr("offbeat.trainer.trackers.metrics_writer.TRACKER_RETRY_S", 0.0)
+    """At the next try, or at the end of the run; `metrics.jsonl` goes on meanwhile."""
     in_the_way = tmp_path / "tensorboard"
     in_the_way.write_text("a file")
     with Redis.from_url(redis_url) as redis, MetricsWriter(redis, "run", tmp_path, ["tensorboard"], 0):
@@ -125,9 +132,33 @@ def test_metrics_file_goes_on_while_tensorboard_can_not_be_written(
             wait_until_sync(lambda step=step: len(rows(tmp_path)) == step)
         wait_until_sync(lambda: "tensorboard can't be written" in caplog.text)
         in_the_way.unlink()
-        sink.append(record(4, 0.5))
-        wait_until_sync(lambda: len(rows(tmp_path)) == 4)
-    assert scalars(tmp_path, "learner/reward")[-1] == (4, 0.5)
+        if not ends:
+            wait_until_sync(lambda: in_the_way.is_dir() and len(scalars(tmp_path, "learner/reward")) == 3, 20.0)
+            sink.append(record(4, 0.25))
+    assert scalars(tmp_path, "learner/reward") == [(step, 0.25) for step in ((1, 2, 3) if ends else (1, 2, 3, 4))]
+
+
+def test_tensorboard_gets_each_row_of_a_write_that_was_cut_short(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_cut: list[bool] = []
+    append = LinesFile.append
+
+    def cut_first(lines: LinesFile, rows: Any) -> None:
+        if is_cut:
+            return append(lines, rows)
+        is_cut.append(True)
+        append(lines, rows[:1])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(LinesFile, "append", cut_first)
+    with Redis.from_url(redis_url) as redis:
+        for step in (1, 2):
+            RedisMetrics(redis, "run").append(record(step, 0.25))
+        with MetricsWriter(redis, "run", tmp_path, ["tensorboard"], 0):
+            wait_until_sync(lambda: len(rows(tmp_path)) == 2)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+    assert scalars(tmp_path, "learner/reward") == [(1, 0.25), (2, 0.25)]
 
 
 def test_retries_at_a_full_disk_double_nothing_and_leak_no_descriptor(
@@ -139,7 +170,7 @@ def test_retries_at_a_full_disk_double_nothing_and_leak_no_descriptor(
 
     def fail_first(lines: LinesFile, rows: Any) -> None:
         if len(failures) < 21:
-            failures.append(len(os.listdir("/proc/self/fd")))
+            failures.append(open_files().count(str(tmp_path / "metrics.jsonl")))
             raise OSError(28, "No space left on device")
         append(lines, rows)
 
@@ -147,7 +178,7 @@ def test_retries_at_a_full_disk_double_nothing_and_leak_no_descriptor(
     with Redis.from_url(redis_url) as redis, MetricsWriter(redis, "run", tmp_path, ["tensorboard"], 0):
         RedisMetrics(redis, "run").append(record(1, 0.25))
         wait_until_sync(lambda: len(rows(tmp_path)) == 1)
-    assert max(failures) - min(failures) <= 2
+    assert set(failures) == {1}
     assert scalars(tmp_path, "learner/reward") == [(1, 0.25)]
 
 
