@@ -21,6 +21,8 @@ _DOLLAR = re.compile(r"(?<!\\)\$")
 _THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:,(?:\\!)?|\{,\}|\\[,!:; ]| )\d{3})+(?!\d)")
 _PLAIN_COMMA = re.compile(r"(?<![{\\]),(?!\\!)")
 _SPACED_COMMA = re.compile(r"(?<![{\\]),(?:\s|~|\\[ ,;:])")
+_OPERATOR_BEFORE = re.compile(r"(?:[\w)}]\s*[-+*/]|\\(?:cdot|times|div))\s*$")
+_OPERATOR_AFTER = re.compile(r"\s*(?:[-+*/]|\\(?:cdot|times|div)(?![a-zA-Z]))")
 _SPACE = re.compile(r"(?<!\\)\\[ ,;:!]|~")
 _SEPARATORS = re.compile(
     r",|;|\\\\|\n|[<>]|\\(?:le|leq|leqslant|ge|geq|geqslant|lt|gt|ne|neq|to|mapsto|iff|implies|pm|mp|mid|cup|cap|lor|land|vee|wedge)"
@@ -97,17 +99,21 @@ def _resolve_commas(text: str, *, joins: bool) -> str:
             is_number = True
         elif first[0] == "0" or any(group[0] == "0" for group in groups):
             is_number = first[0] != "0"
-        else:  # (100,200) is a point; (100,200, 300) may have two coordinates
-            is_number = joins and (is_spaced or _depth(text[: number.start()]) == 0)
+        else:  # (100,200) is a point; (100,200, 300) may have two coordinates, (1,250+300) only one
+            before, after = text[: number.start()], text[number.end() :]
+            has_operator = _OPERATOR_BEFORE.search(before) or _OPERATOR_AFTER.match(after)
+            is_number = joins and (is_spaced or has_operator is not None or _depth(before) == 0)
         return "".join((first, *groups)) if is_number else _PLAIN_COMMA.sub(", ", number[0])
 
     return _THOUSANDS.sub(resolve, text)
 
 
 def _depth(text: str) -> int:
-    r"""Return how many of ( [ \{ are open."""
-    brackets = _BRACKETS.findall(text)
-    return sum(each in ("(", "[", r"\{") for each in brackets) - sum(each in (")", "]", r"\}") for each in brackets)
+    r"""Return how many of ( [ \{ are open; what closes none, as in `B) 1,234`, does not count."""
+    depth = 0
+    for bracket in _BRACKETS.findall(text):
+        depth = max(0, depth + (bracket in ("(", "[", r"\{")) - (bracket in (")", "]", r"\}")))
+    return depth
 
 
 def _inside(text: str) -> str | None:

@@ -1,5 +1,6 @@
 """Math problems, compared as expressions by math-verify."""
 
+import re
 from typing import ClassVar
 
 from pydantic import Field, field_validator
@@ -54,6 +55,8 @@ class MathEnv(QuestionEnv[MathConfig]):
 def matches(gold: str, answer_text: str) -> bool:
     boxed = last_boxed(gold)
     golds = read_formula(gold if boxed is None else boxed) or [gold]
+    if len(golds) == 2 and re.fullmatch(r"\d{1,3}, \d{3}", golds[1]):  # 1,234 alone is a number in datasets
+        golds.pop()
     return any(_is_same(each, answer) for answer in read_formula(answer_text) for each in golds)
 
 
