@@ -66,6 +66,9 @@ ACCEPT_JSON = {"Accept": "application/json"}
 VALIDATION_TIMEOUT_S = 150.0
 """Exceeds the service's limit; a validation makes and resets envs."""
 RECONNECT_INTERVAL_S = 1.0
+MAX_EMPTY_STREAMS = 2
+"""Of an ended run, in succession."""
+TERMINAL = frozenset(state.value for state in RunState if state.is_terminal)
 STREAM_TIMEOUT_S = 30.0
 """Keep-alives come every 15 s."""
 
@@ -220,13 +223,13 @@ class ControlClient:
         patience_s: float = 60.0,
         parting_s: float = 10.0,
     ) -> AsyncIterator[StreamEvent]:
-        """Yield events until the run is over, resuming streams that break or that the server closes before.
+        """Yield events until the run is over, resuming streams that end before.
 
-        patience_s: outage before `RetryableError`; parting_s: outage after which a draining run is over. An outage
+        patience_s: outage before `RetryableError`; parting_s: outage after which an ending run is over. An outage
         begins with the first failure and ends with an event or a keep-alive.
         """
         clock = asyncio.get_running_loop().time
-        failed_at, last_id, ending, is_over = math.inf, "", False, False
+        failed_at, last_id, ending, is_over, num_empty = math.inf, "", False, False, 0
 
         def note_id(event_id: str) -> None:
             nonlocal last_id
@@ -249,18 +252,27 @@ class ControlClient:
                     if response.status_code >= 400:
                         await response.aread()
                     _raise_for(response)
-                    has_all = is_over
+                    was_over, num_empty = is_over, num_empty + 1 if is_over else 0
                     async for message in messages(read_lines(response), note_id):
-                        has_all = False
                         if message.event == "run":
-                            state = RunState(json.loads(message.data)["state"])
-                            ending, has_all = state is RunState.DRAINING, state.is_terminal
+                            state = json.loads(message.data)["state"]
+                            is_over = state in TERMINAL
+                            ending = is_over or state == RunState.DRAINING
+                        else:
+                            num_empty = 0
                         yield message
-                if has_all or response.status_code == 204:
+                # No 204 follows events that the server can't decode; it closes its streams without Redis, too
+                if response.status_code == 204 or (is_over and num_empty >= MAX_EMPTY_STREAMS):
                     return
-                # A server without Redis closes its streams
-                is_over = (await self.show(run_id)).state.is_terminal
-                ending = ending or is_over
+                if not is_over:
+                    is_over = (await self.show(run_id)).state.is_terminal
+                    ending = ending or is_over
+                if was_over or not is_over:
+                    await asyncio.sleep(RECONNECT_INTERVAL_S)
+            except ControlRefusedError as error:
+                if is_over and error.status == 404:  # deleted since
+                    return
+                raise
             except (httpx.TransportError, RetryableError) as error:
                 failed_at = min(failed_at, clock())
                 if ending and clock() > failed_at + parting_s:

@@ -12,12 +12,13 @@ from starlette.responses import Response
 from offbeat.services.control.rights import TokenGrant
 
 COOKIE = "offbeat_session"
-"""Followed by the port: browsers send cookies to all ports of a host."""
+"""Followed by the port, as browsers send cookies to all ports of a host; builds without it wrote the name alone."""
 PURPOSE = b"offbeat browser session"
 MAX_AGE_S = 7 * 24 * 3600
 
 
-def cookie_of(request: Request) -> str:
+def name_cookie(request: Request) -> str:
+    """Return the name of the cookie of the request's port."""
     port = request.headers.get("host", "").rpartition(":")[2]
     return f"{COOKIE}_{port}" if port.isascii() and port.isdecimal() else COOKIE
 
@@ -28,9 +29,11 @@ def session_of(token: str) -> str:
 
 def find_session(request: Request, grants: Sequence[TokenGrant]) -> TokenGrant | None:
     """Return the grant of the request's cookie; changes only from a page of this origin."""
-    given = request.cookies.get(cookie_of(request), "").encode()
+    given = [request.cookies.get(name, "").encode() for name in (name_cookie(request), COOKIE)]
     # All are compared, so that the time reveals nothing
-    matching = [grant for grant in grants if hmac.compare_digest(given, session_of(grant.token).encode())]
+    matching = [
+        grant for each in given for grant in grants if hmac.compare_digest(each, session_of(grant.token).encode())
+    ]
     return matching[0] if matching and is_same_origin(request) else None
 
 
@@ -49,7 +52,7 @@ def is_same_origin(request: Request) -> bool:
 
 def open_session(request: Request, response: Response, token: str) -> None:
     response.set_cookie(
-        cookie_of(request),
+        name_cookie(request),
         session_of(token),
         max_age=MAX_AGE_S,
         httponly=True,
@@ -60,4 +63,5 @@ def open_session(request: Request, response: Response, token: str) -> None:
 
 
 def close_session(request: Request, response: Response) -> None:
-    response.delete_cookie(cookie_of(request), httponly=True, samesite="strict", path="/")
+    for name in {name_cookie(request), COOKIE}:
+        response.delete_cookie(name, httponly=True, samesite="strict", path="/")

@@ -9,6 +9,7 @@ import pytest
 
 from offbeat.services.control.client import ControlClient, ControlRefusedError
 from offbeat.services.control.run import RunState
+from offbeat.services.control.schemas import RunView
 from offbeat.services.errors import RetryableError
 from tests.services.control.api_harness import ApiHarness
 
@@ -105,6 +106,63 @@ async def test_a_stream_that_the_server_closes_is_resumed_although_the_run_is_ov
     assert events[0] == ("run", {"state": "running"})
     assert events[-1][0] == kind
     assert "failed" in (events[-1][1].get("state"), events[-1][1].get("detail", {}).get("state"))
+
+
+@pytest.mark.parametrize("gap", ["", "id: 0-0,0-0,0-0\nretry: 1000\n\n"])
+async def test_streams_closed_in_succession_are_resumed(
+    api: ApiHarness, monkeypatch: pytest.MonkeyPatch, gap: str
+) -> None:
+    """As long as Redis comes and goes."""
+    monkeypatch.setattr("offbeat.services.control.client.RECONNECT_INTERVAL_S", 0.01)
+    await api.start("a", RunState.FAILED)
+    closed = ['id: 0-0,0-0,0-0\nevent: run\ndata: {"state": "running"}\n\n', gap]
+
+    class Closing(httpx.ASGITransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            if closed and request.url.path.endswith("/events"):
+                return httpx.Response(200, content=closed.pop(0).encode())
+            return await super().handle_async_request(request)
+
+    async with ControlClient("http://127.0.0.1", transport=Closing(api.api)) as client:
+        events = [json.loads(event.data)["state"] async for event in client.events("a", kinds=["run"])]
+    assert events == ["running", "failed"]
+
+
+async def test_a_run_that_was_seen_to_end_is_over_though_its_service_goes(monkeypatch: pytest.MonkeyPatch):
+    """The stream breaks before its end."""
+    events = [event async for event in watch(monkeypatch, [BreakingStream(run_event("failed")), BreakingStream()])]
+    assert events == ["run"]
+
+
+async def test_a_run_deleted_after_its_end_is_over(api: ApiHarness):
+    await api.start("a", RunState.FAILED)
+    async with ControlClient("http://127.0.0.1", transport=httpx.ASGITransport(api.api)) as client:
+        states: list[str] = []
+        async for event in client.events("a", kinds=["run"]):
+            states.append(json.loads(event.data)["state"])
+            await client.delete("a")
+    assert states == ["failed"]
+
+
+async def test_a_proxy_that_closes_each_stream_is_asked_at_intervals(monkeypatch: pytest.MonkeyPatch):
+    num_calls = 0
+
+    class Closed(ControlClient):
+        async def show(self, run_id: str) -> RunView:
+            return RunView.model_construct(id=run_id, state=RunState.RUNNING)
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        nonlocal num_calls
+        num_calls += 1
+        return httpx.Response(200, content=run_event("running"))
+
+    monkeypatch.setattr("offbeat.services.control.client.RECONNECT_INTERVAL_S", 60.0)
+    async with Closed("http://test", transport=httpx.MockTransport(answer)) as client:
+        events = client.events("a")
+        await anext(events)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(events), 0.2)
+    assert num_calls == 1
 
 
 @pytest.mark.parametrize("name", ["lake#2", "lake?now=true", "../x", "..", "", "a/b", "lake\n"])

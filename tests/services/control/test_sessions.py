@@ -58,6 +58,18 @@ async def test_services_on_two_ports_of_a_host_keep_their_sessions(redis_url: st
             assert [(await browser.get(f"{url}/runs")).status_code for url in urls] == [401, 200]
 
 
+async def test_a_session_of_a_build_without_ports_is_kept_until_log_out(redis_url: str) -> None:
+    """Its cookie has another name."""
+    async with api_harness(redis_url, "operate") as api:
+        url = "http://127.0.0.1:8000"
+        cookies = {COOKIE: session_of("operate")}
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(api.api), cookies=cookies) as browser:
+            assert (await browser.get(f"{url}/runs")).status_code == 200
+            closed = await browser.delete(f"{url}/session")
+    deleted = [cookie.partition("=")[0] for cookie in closed.headers.get_list("set-cookie")]
+    assert sorted(deleted) == [COOKIE, f"{COOKIE}_8000"]
+
+
 async def test_wrong_logins_are_limited(redis_url: str) -> None:
     async with api_harness(redis_url, "operate") as api:
         codes = [code(await log_in(api, "guess")) for _ in range(WRONG_TOKEN_BURST + 5)]
