@@ -4,7 +4,6 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import cast
 
 from redis import Redis
 
@@ -14,8 +13,7 @@ from offbeat.deploy.components.serve_status import ServeStatus
 from offbeat.services.control.interfaces import Health, Observation
 from offbeat.services.errors import ControlError
 from offbeat.services.generation.tenancy import read_offers
-from offbeat.services.keys import RunKeys
-from offbeat.services.weights.replica_reports import decode_report
+from offbeat.services.weights.replica_reports import read_reports
 
 
 class SharedGeneration:
@@ -60,8 +58,7 @@ class SharedGeneration:
 
     def _find_refusal(self) -> str:
         """Return why a replica refuses the run's weights; empty if none does."""
-        blobs = cast(dict[bytes, bytes], self._redis.hgetall(RunKeys(self._run_id).served))
-        reports = [decode_report(blob) for blob in blobs.values()]
+        reports = read_reports(self._redis, self._run_id).values()
         refusals = [each.load.refused for each in reports if each.version < 0 and each.at > self._since]
         return next(filter(None, refusals), "")
 

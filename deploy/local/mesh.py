@@ -13,12 +13,14 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, cast
 
 import psutil
 from redis import Redis
+from redis.client import Pipeline
 from redis.exceptions import RedisError
 
 from offbeat.deploy.components.learner_host import LearnerHost, read_report, read_status, request_stop
@@ -51,7 +53,6 @@ from offbeat.services.errors import MeshError
 from offbeat.services.keys import RunKeys
 from offbeat.services.process import free_port
 from offbeat.services.redis.connection import connect, connect_async
-from offbeat.services.redis.run_writes import RunWrites
 from offbeat.services.redis.url import connection_problem, redact
 from offbeat.services.retry import retry_until_answered
 from offbeat.services.telemetry import RedisMetrics
@@ -180,15 +181,30 @@ class LocalMesh:
         while True:
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
             try:
-                await asyncio.to_thread(self._write_record, "beat", str(time.time()))
+                if not await asyncio.to_thread(self._write_record, {"beat": str(time.time())}):
+                    return
             except RedisError as error:
                 logger.warning("can't write the run's heartbeat: %s; retrying", error)
 
-    def _write_record(self, *fields: str) -> None:
-        """Write fields and values, unless the run was deleted."""
-        assert self._redis is not None
-        run_id = self._config.exp_name
-        RunWrites(self._redis, run_id, self._uid)("HSET", RunKeys(run_id).record, *fields)
+    def _write_record(self, fields: Mapping[str, str]) -> bool:
+        """Write fields, unless the run was deleted or another mesh has it; return whether it is this one's."""
+        redis, run_id = self._redis, self._config.exp_name
+        assert redis is not None
+        key, ours = RunKeys(run_id).record, [self._uid.encode(), self._id.encode()]
+
+        def write(pipe: Pipeline) -> list[bytes | None]:
+            holder = cast(list[bytes | None], pipe.hmget(key, ["uid", "mesh"]))
+            pipe.multi()
+            if holder == ours:
+                pipe.hset(key, mapping=cast(dict[Any, Any], fields))
+            return holder
+
+        holder = redis.transaction(write, key, value_from_callable=True)
+        if holder != ours:
+            self.owns_run = holder == [None, None]
+            what = "was deleted" if self.owns_run else "is another command's by now"
+            logger.warning("run %s %s: its record is left as it is", run_id, what)
+        return holder == ours
 
     async def _start_learner_early(self) -> None:
         """Start a CPU learner first: its warm-up is longest."""
@@ -337,7 +353,7 @@ class LocalMesh:
         if self._redis is None or not self.owns_run or redis_is_dead:
             return
         try:
-            self._write_record("state", outcome.value, "ended_at", str(time.time()))
+            self._write_record({"state": outcome.value, "ended_at": str(time.time())})
         except RedisError as error:
             logger.warning("can't write the run's state %s: %s", outcome, error)
 

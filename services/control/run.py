@@ -262,13 +262,13 @@ class ComponentReports:
     ) -> "ComponentReports":
         """Decode reports, with times of a clock that is ahead of Redis' one."""
         return cls(
-            {name.decode(): _on_clock(json.loads(blob), ahead_s) for name, blob in workers.items()},
-            {name.decode(): decode_report(blob).on_clock(ahead_s) for name, blob in replicas.items()},
+            {name.decode(): _shift_clock(json.loads(blob), ahead_s) for name, blob in workers.items()},
+            {name.decode(): decode_report(blob).shift_clock(ahead_s) for name, blob in replicas.items()},
             bool(leased),
         )
 
 
-def _on_clock(report: Mapping[str, Any], ahead_s: float) -> Mapping[str, Any]:
+def _shift_clock(report: Mapping[str, Any], ahead_s: float) -> Mapping[str, Any]:
     """Return a worker's report with times of a clock that is ahead of Redis' one; those of older workers are unchanged."""
     if "received" not in report:
         return report

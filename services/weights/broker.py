@@ -111,7 +111,7 @@ class WeightBroker:
         blobs = cast(dict[bytes, bytes], await self._redis.hgetall(self._keys.served))
         now, (redis_s, redis_us) = self._clock(), await self._redis.time()
         ahead_s = now - redis_s - redis_us / 1e6
-        reports = {replica.decode(): decode_report(blob).on_clock(ahead_s) for replica, blob in blobs.items()}
+        reports = {replica.decode(): decode_report(blob).shift_clock(ahead_s) for replica, blob in blobs.items()}
         silent = [replica for replica, report in reports.items() if report.at < now - MAX_REPORT_AGE_S]
         if silent:
             await self._write("HDEL", self._keys.served, *silent)

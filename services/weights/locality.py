@@ -9,14 +9,12 @@ import time
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import cast
 
 from redis import Redis
 
 from offbeat.services.errors import WeightsError
-from offbeat.services.keys import RunKeys
 from offbeat.services.weights.config import WeightsConfig
-from offbeat.services.weights.replica_reports import decode_report
+from offbeat.services.weights.replica_reports import read_reports
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 SHARED_MEMORY = Path("/dev/shm")
@@ -49,12 +47,10 @@ def check_reach(redis: Redis, run_id: str, config: WeightsConfig, here: Locality
     if config.transport != "shm":
         return
     here = here or this_locality()
-    blobs = cast(dict[bytes, bytes], redis.hgetall(RunKeys(run_id).served))
-    for replica, blob in blobs.items():
-        report = decode_report(blob)
+    for replica, report in read_reports(redis, run_id).items():
         if report.memory and report.memory != here.memory and report.at > time.time() - MAX_REPORT_AGE_S:
             raise WeightsError(
-                f"weights.transport=shm reaches one host, and replica {replica.decode()} samples on {report.host}, this "
+                f"weights.transport=shm reaches one host, and replica {replica} samples on {report.host}, this "
                 f"learner runs on {here.host}: attach it there, or start the run with weights.transport=fs and a "
                 "weights.url that both hosts reach"
             )

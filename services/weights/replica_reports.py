@@ -1,9 +1,13 @@
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from redis import Redis
+
 from offbeat.services.errors import CodecError
+from offbeat.services.keys import RunKeys
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,7 @@ class ReplicaReport:
     received: float | None = None
     """`at` by Redis' clock, since nodes' clocks differ; older replicas have none."""
 
-    def on_clock(self, ahead_s: float) -> "ReplicaReport":
+    def shift_clock(self, ahead_s: float) -> "ReplicaReport":
         """Return it with times of a clock that is ahead of Redis' one."""
         if self.received is None:
             return self
@@ -68,6 +72,16 @@ def decode_report(blob: bytes) -> ReplicaReport:
         return ReplicaReport(**{**_known(ReplicaReport, body), "load": load, "fetching": fetching})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CodecError(f"malformed report of a replica: {error}") from error
+
+
+def read_reports(redis: Redis, run_id: str) -> dict[str, ReplicaReport]:
+    """Return each replica's newest report, with times of this process' clock; raises `CodecError`."""
+    with redis.pipeline(transaction=False) as pipe:
+        pipe.hgetall(RunKeys(run_id).served)
+        pipe.time()
+        blobs, (now_s, now_us) = pipe.execute()
+    ahead_s = time.time() - now_s - now_us / 1e6
+    return {replica.decode(): decode_report(blob).shift_clock(ahead_s) for replica, blob in blobs.items()}
 
 
 def _known(kind: type[Any], tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -103,3 +103,14 @@ async def test_a_run_whose_weights_the_engines_refuse_is_broken(redis: Redis):
     observation = await runs["two"].observe()
     assert (observation.health, (await runs["one"].observe()).health) == (Health.BROKEN, Health.READY)
     assert observation.detail == "application engines refuses the run's weights: the weights differ"
+
+
+@pytest.mark.parametrize("behind_s", [-3600.0, 3600.0])
+async def test_a_refusal_counts_whatever_its_nodes_clock_says(redis: Redis, behind_s: float):
+    refusal, now = ReplicaLoad(refused="the weights differ"), time.time()
+    one = generation(redis, "one", engines=ApplicationStatus.RUNNING)
+    await one.ensure()
+    for received, health in ((now - 60, Health.READY), (now + 60, Health.BROKEN)):
+        report = ReplicaReport(-1, received - behind_s, refusal, received=received)
+        redis.hset(RunKeys("one").served, "r", encode_report(report).decode())
+        assert (await one.observe()).health is health

@@ -67,6 +67,31 @@ async def test_a_run_whose_control_service_starts_slowly_stays_active(
         assert not redis.exists(record)
 
 
+async def test_a_run_that_another_command_has_resumed_is_left_to_it(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """It keeps its uid."""
+    monkeypatch.setattr("offbeat.deploy.local.mesh.HEARTBEAT_INTERVAL_S", 0.01)
+    config = load_run(QUICKSTART, [f"redis.url={redis_url}", f"output_dir={tmp_path}"])
+    config = config.model_copy(update={"resume_from_checkpoint": True})
+    record = RunKeys(config.exp_name).record
+    suspended, successor = (LocalMesh(config, started_at=time.time()) for _ in range(2))
+    for mesh in (suspended, successor):
+        await mesh._start_redis()
+    await suspended._record_run()
+    with Redis.from_url(redis_url, decode_responses=True) as redis:
+        redis.hset(record, "beat", "0")
+        await successor._record_run()
+        before = redis.hgetall(record)
+        await asyncio.wait_for(suspended._send_heartbeats(), 10)
+        suspended._write_outcome(RunState.FAILED)
+        assert await suspended.stop_learner() == -1
+        assert redis.hgetall(record) == before
+        assert caplog.text.count("is another command's by now") == 1
+        successor._write_outcome(RunState.STOPPED)
+        assert redis.hget(record, "state") == "stopped"
+
+
 @pytest.mark.parametrize("stage", ["train", "checkpoint", "settle"])
 async def test_a_learner_that_writes_its_checkpoint_is_waited_for(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str

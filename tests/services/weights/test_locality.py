@@ -10,7 +10,7 @@ from redis.asyncio import Redis as AsyncRedis
 from offbeat.services.errors import WeightsError
 from offbeat.services.keys import RunKeys
 from offbeat.services.weights.config import WeightsConfig
-from offbeat.services.weights.locality import check_reach, this_locality
+from offbeat.services.weights.locality import MAX_REPORT_AGE_S, check_reach, this_locality
 from offbeat.services.weights.replica_reports import ReplicaReport, encode_report
 from offbeat.services.weights.subscriber import RedisWeightSubscriber
 from tests.copying import replace
@@ -38,3 +38,16 @@ def test_a_filesystem_reaches_other_hosts(redis: Redis):
 def test_a_replica_that_fell_silent_does_not_count(redis: Redis):
     redis.hset(RunKeys(RUN).served, "r", encode_report(ReplicaReport(0, time.time() - 60, host="a", memory="a:1")))
     check_reach(redis, RUN, WeightsConfig())
+
+
+@pytest.mark.parametrize("age_s", [1.0, 60.0])
+def test_the_clock_of_a_replicas_node_does_not_count(redis: Redis, age_s: float):
+    now = time.time()
+    for behind_s in (-3600, 3600):
+        report = ReplicaReport(0, now - age_s - behind_s, host="a", memory="a:1", received=now - age_s)
+        redis.hset(RunKeys(RUN).served, "r", encode_report(report))
+        if age_s > MAX_REPORT_AGE_S:
+            check_reach(redis, RUN, WeightsConfig())
+            continue
+        with pytest.raises(WeightsError):
+            check_reach(redis, RUN, WeightsConfig())
