@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from offbeat.deploy.config.importing.environment import REFERENCE
+from offbeat.deploy.config.importing.environment import ANY_REFERENCE
 from offbeat.deploy.config.importing.report import KeyPath, KeyReport, Outcome
 from offbeat.trainer.config.aliases import canonicalize
 
@@ -76,7 +76,7 @@ def take_file(target: str) -> Rule:
 def name_run(key: Key) -> Outcome:
     """Take a run's name, which is also a folder's here: letters, digits, `_`, `.` and `-`."""
     name = NO_NAME.sub("-", str(key.value)).strip("-._")[:MAX_NAME].rstrip("-._")
-    if not name or REFERENCE in str(key.value):
+    if not name or ANY_REFERENCE.search(str(key.value)):
         return Outcome("no counterpart", note="set exp_name")
     return Outcome("renamed" if name == key.value else "value", ("exp_name",), name)
 

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from offbeat.deploy.config.errors import ConfigError
-from offbeat.deploy.config.importing.environment import REFERENCE, hide, reveal
+from offbeat.deploy.config.importing.environment import ANY_REFERENCE, REFERENCE, hide, map_texts, reveal
 from offbeat.deploy.config.importing.fitting import finish
 from offbeat.deploy.config.importing.report import Imported, KeyReport, Outcome
 from offbeat.deploy.config.importing.rules import (
@@ -55,8 +55,12 @@ from offbeat.trainer.config.issue import ConfigIssue
 
 VARIABLE = re.compile(r"\$(?:\{(?P<name>\w+)(?P<default>:?-)?|(?P<bare>\w+))")
 ENVIRONMENT = re.compile(r"\$(?:\{(?P<name>[A-Za-z_]\w*)\}|(?P<bare>[A-Za-z_]\w*))")
-UNRESOLVED = re.compile(r"\$(?:[({](?!oc\.env:)|\d)")
-"""Expansions of a shell, or of OmegaConf, that are no references to the environment."""
+UNRESOLVED = re.compile(rf"(?!{ANY_REFERENCE.pattern})\$\{{")
+"""Interpolations of OmegaConf's that are no references to the environment."""
+UNEXPANDED = re.compile(rf"{UNRESOLVED.pattern}|\$[(\d]")
+"""In a script: also a shell's expansions."""
+SCRIPT_REFERENCE = re.compile(r"\$\{(oc\.env:\w+)\}")
+HIDDEN_REFERENCE = re.compile("\ue001(.+?)\ue002")
 ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<value>.*)")
 OVERRIDE = re.compile(r"[+~]*(?P<key>[A-Za-z_][\w.]*)=(?P<value>.*)", re.DOTALL)
 ARITHMETIC = re.compile(r"\$\(\((?P<expression>.+?)\)\)(?!\))")
@@ -99,24 +103,33 @@ DEFAULTS: dict[str, Any] = {
 def import_verl(path: Path) -> Imported:
     """Import a script or YAML file of verl's; raises `ConfigError`."""
     imported = finish(path, *translate_verl(path))
-    return imported.with_to_do([*imported.to_do, *_find_unresolved(imported.tree)])
+    return imported.with_to_do(
+        [*imported.to_do, *_find_unresolved(imported.tree, UNRESOLVED if _is_yaml(path) else UNEXPANDED)]
+    )
 
 
-def _find_unresolved(tree: Tree) -> Iterator[ConfigIssue]:
+def _is_yaml(path: Path) -> bool:
+    return path.suffix in (".yaml", ".yml")
+
+
+def _find_unresolved(tree: Tree, unresolved: re.Pattern[str]) -> Iterator[ConfigIssue]:
     for key, value in leaves(tree, ()):
-        if UNRESOLVED.search(str(value)):
+        if unresolved.search(str(value)):
             yield ConfigIssue(".".join(key), f"{value} is not resolved: write what it stands for")
 
 
 def translate_verl(path: Path) -> tuple[Tree, list[KeyReport], list[str]]:
     """Return our unvalidated tree, the outcome of each key, and remarks; raises `ConfigError`."""
-    if path.suffix in (".yaml", ".yml"):
+    if _is_yaml(path):
         source, remarks = _read_file(path)
     else:
         source, remarks = _read_script(path)
     if not source:
         raise ConfigError([ConfigIssue("", "no `key=value` of verl, nor a mapping of keys to values")], str(path))
-    source = _resolve(source)
+    try:
+        source = _resolve(source)
+    except OmegaConfBaseException as error:  # a key or a value that is none of Hydra's
+        raise ConfigError([ConfigIssue("", str(error).partition("\n")[0])], str(path)) from error
     keys = ((path, Key(path, value, source)) for path, value in leaves(source, ()))
     tree, reports = translate(keys, _decide)
     return tree, [*reports, *add_defaults(tree, _defaults(source))], remarks
@@ -249,11 +262,16 @@ def _words(line: str) -> Iterator[str]:
 
 
 def _parse(text: str) -> Any:
-    """Read a value as Hydra does; invalid YAML is text."""
+    """Read a value as Hydra does, with references as a shell's values; invalid YAML is text."""
     try:
-        return load_yaml(text)
+        # YAML would read the braces of a reference in a list as those of a mapping
+        return map_texts(_reveal_references, load_yaml(SCRIPT_REFERENCE.sub("\ue001\\1\ue002", text)))
     except yaml.YAMLError:
         return text
+
+
+def _reveal_references(text: str) -> str:
+    return HIDDEN_REFERENCE.sub(r"${\1}", text)
 
 
 def _expand(text: str, variables: dict[str, str]) -> str:

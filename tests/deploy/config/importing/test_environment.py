@@ -12,7 +12,7 @@ from tests.deploy.config.importing.test_roll import write_variant
 from tests.deploy.config.importing.test_verl import write
 
 SECRETIVE = """
-trainer: {experiment_name: "${oc.env:S}", default_local_dir: "${oc.env:S}/${data.name}"}
+trainer: {experiment_name: "${oc.env:S}", default_local_dir: "${ oc.env:S}/${data.name}"}
 actor_rollout_ref: {model: {path: "${oc.env:S,none}"}, actor: {ppo_mini_batch_size: "${data.train_batch_size}"}}
 data: {name: lake, train_batch_size: 96, train_files: "${HOME}/a.parquet", x: "${oc.env:NOT_SET}"}
 """
@@ -23,7 +23,7 @@ def test_variables_of_the_environment_are_written_as_such(tmp_path: Path, monkey
     monkeypatch.setenv("S", "topsecret")
     imported = import_verl(write(tmp_path, "run.yaml", SECRETIVE))
     assert imported.tree["train_env_manager"]["num_env_groups"] == 96
-    assert imported.tree["output_dir"] == "${oc.env:S}/lake"
+    assert imported.tree["output_dir"] == "${ oc.env:S}/lake"
     assert [issue.path for issue in imported.to_do if "not resolved" in issue.message] == ["data.dataset_name"]
     written = write(tmp_path, "ours.yaml", to_yaml(imported, "verl"))
     assert "topsecret" not in written.read_text() + "".join(to_text(imported, ""))

@@ -382,6 +382,24 @@ def test_defaults_of_variables_are_nested_and_the_last_value_of_a_key_counts():
     }  # fmt: skip
 
 
+def test_lists_of_variables_of_the_environment_stay_lists():
+    words = "data.train_files=[$HOME/a,${HOME}/b] trainer.logger=[console,$LOGGER] +x.y={a:$HOME/c}"
+    tree = read_overrides(f"python3 -m verl.trainer.main_ppo {words}")
+    assert tree["data"]["train_files"] == ["${oc.env:HOME}/a", "${oc.env:HOME}/b"]
+    assert tree["trainer"]["logger"] == ["console", "${oc.env:LOGGER}"]
+
+
+@pytest.mark.parametrize("text", ["data: {~: x}", "data: {train_files: !!timestamp 2026-01-01}"])
+def test_what_hydra_can_not_hold_is_refused(text: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"Incompatible key|not a supported"):
+        import_verl(write(tmp_path, "own.yaml", text))
+
+
+def test_a_price_is_not_unresolved(tmp_path: Path):
+    imported = import_verl(write(tmp_path, "own.yaml", "data: {train_files: 'at $5, $(2^n)$'}"))
+    assert not [issue for issue in imported.to_do if "not resolved" in issue.message]
+
+
 def test_an_override_below_a_null_of_the_file_counts(tmp_path: Path):
     (tmp_path / "config").mkdir()
     write(tmp_path / "config", "own.yaml", "data: null\ntrainer: {total_epochs: 3}\n")
