@@ -83,7 +83,7 @@ def build_components(
             drops_long=config.plays_prompts,
         ),
         reporter=reporter,
-        ledger=StepLedger(run.output_dir, buffer.epoch),
+        ledger=StepLedger(run.output_dir, buffer.epoch, partial(reporter.set_problem, of="ledger")),
         replay=ReplayBuffer(config.replay, config.groups_per_step, config.seed),
         staleness=StalenessController(
             config.staleness_controller,

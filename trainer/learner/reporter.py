@@ -69,7 +69,7 @@ class LearnerReporter:
         self._sink = sink
         self._board = board
         self._phase = ""
-        self._problems = {"checkpoint": "", "upload": ""}
+        self._problems = {"checkpoint": "", "upload": "", "ledger": ""}
         self._shown: str | None = None
 
     def set_phase(self, text: str) -> None:
@@ -90,8 +90,8 @@ class LearnerReporter:
             self._watchdog.kick()
         self._board.show(learner_doing=json.dumps({"stage": stage, "step": step, "since": time.time(), **detail}))
 
-    def set_problem(self, problem: str, of: Literal["checkpoint", "upload"] = "checkpoint") -> None:
-        """Set the problem of checkpoints or uploads; empty clears it."""
+    def set_problem(self, problem: str, of: Literal["checkpoint", "upload", "ledger"] = "checkpoint") -> None:
+        """Set the problem of checkpoints, uploads or the step ledger; empty clears it."""
         is_new = bool(problem) and problem != self._problems[of]
         self._problems[of] = problem
         if is_new:

@@ -4,9 +4,10 @@ Invariants: a step's line is durable before a checkpoint with it; a resumed lear
 steps with the same groups, unless Redis has lost data.
 """
 
+import logging
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +20,8 @@ from offbeat.services.jsonl import LinesFile, last_lines, read_lines
 from offbeat.services.messages.types import Group
 from offbeat.trainer.data.replay_buffer import NO_REPLAY, ReplayedGroups
 from offbeat.trainer.learner.step_groups import StepGroups
+
+logger = logging.getLogger(__name__)
 
 STEPS_FILE = Path("ledger", "steps.jsonl")
 
@@ -89,12 +92,15 @@ JournalLine = StepLine | ResumedLine | ReconciledLine | LeaseLine
 
 
 class StepLedger:
-    def __init__(self, output_dir: Path, epoch: int) -> None:
+    def __init__(self, output_dir: Path, epoch: int, on_problem: Callable[[str], None] = lambda _: None) -> None:
+        """on_problem: receives why lines are refused, and an empty text once they are written."""
         self._output_dir = output_dir
         self._lines = LinesFile(output_dir / STEPS_FILE)
         self._epoch = epoch
         self._unwritten: list[dict[str, Any]] = []
         """Rows that a full disk has refused."""
+        self._on_problem = on_problem
+        self._is_reported = False
 
     def write_lease(self) -> None:
         """Append a line durably."""
@@ -152,6 +158,11 @@ class StepLedger:
         self._lines.sync()
 
     def close(self) -> None:
+        """Try refused lines once more."""
+        try:
+            self._append()
+        except OSError as error:
+            logger.error("%d lines of %s are lost: %s", len(self._unwritten), STEPS_FILE, error)
         self._lines.close()
 
     def _write(self, row: Mapping[str, Any]) -> None:
@@ -162,11 +173,16 @@ class StepLedger:
         except OSError as error:
             if error.errno not in FULL_DISK:
                 raise
+            self._is_reported = True
+            self._on_problem(f"{STEPS_FILE} can't be written ({error}); its lines wait for room")
 
     def _append(self) -> None:
         while self._unwritten:
             self._lines.append(self._unwritten[:1])
             del self._unwritten[0]
+        if self._is_reported:
+            self._is_reported = False
+            self._on_problem("")
 
 
 def _member_row(group: Group) -> list[object]:

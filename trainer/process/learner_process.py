@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from offbeat.trainer.learner.evaluations import RedisEvaluationLog
 from offbeat.trainer.learner.loop import Learner
 from offbeat.trainer.learner.progress_view import LearnerView, SilentView
 from offbeat.trainer.learner.reporter import LearnerReporter, RedisStatusBoard
-from offbeat.trainer.learner.step_ledger import newest_epoch, note_lease
+from offbeat.trainer.learner.step_ledger import StepLedger, newest_epoch, note_lease
 from offbeat.trainer.learner.uploads import CheckpointUploads
 from offbeat.trainer.process import outage
 from offbeat.trainer.process.heartbeat import HEARTBEAT_TIMEOUTS, start_heartbeats
@@ -44,7 +44,7 @@ from offbeat.trainer.process.lease_wait import wait_for_lease
 from offbeat.trainer.process.rank_processes import FollowerRanks, die_with_rank_zero, start_followers
 from offbeat.trainer.process.ranks import follow_rank_zero, lead
 from offbeat.trainer.process.remote_ranks import RemoteRanks
-from offbeat.trainer.process.run_checkpoints import RunCheckpoints, wait_for_room
+from offbeat.trainer.process.run_checkpoints import RunCheckpoints, StoppedError, wait_for_room
 from offbeat.trainer.process.signals import stop_on_signals
 from offbeat.trainer.rendering.evaluations import rendered_evaluations
 from offbeat.trainer.run import LearnerRun, buffer_limits, is_ending, read_run
@@ -191,7 +191,10 @@ class LearnerProcess:
             leader = stack.enter_context(lead(trainer, ranks))
             if not self._run.config.takes_turns and not self._acquire(lease, stack):
                 return LearnerResult(interrupted=self._stop.is_set())
-            result = self._train(leader, trainer.vocab_size, lease, ranks)
+            try:
+                result = self._train(leader, trainer.vocab_size, lease, ranks)
+            except StoppedError:
+                result = LearnerResult(interrupted=self._stop.is_set())
             lease.check()
         return result
 
@@ -248,7 +251,9 @@ class LearnerProcess:
             checkpoints = RunCheckpoints(run, epoch, self._reporter, self._should_stop)
             checkpoint = checkpoints.find()
             uploads = checkpoints.start_uploads()
-            learner = self._build_learner(trainer, vocab_size, publisher, buffer, checkpoints.local, uploads, ranks)
+            learner, ledger = self._build_learner(
+                trainer, vocab_size, publisher, buffer, checkpoints.local, uploads, ranks
+            )
             resumed_step = 0
             if checkpoint is not None:
                 self._resume(learner, checkpoint, ranks)
@@ -260,6 +265,7 @@ class LearnerProcess:
             names, kwargs = run.config.track_with, run.config.tracker_kwargs
             logged = LoggedSteps(run.config.logging_steps, run.config.max_steps)
             with (
+                closing(ledger),
                 TrackerProcesses(make_start_messages(run, resumed_step), self._view.print, self._metrics) as trackers,
                 MetricsWriter(self._redis, run.run_id, run.output_dir, names, resumed_step, kwargs, logged),
                 LedgerThread(self._redis, run.run_id, run.output_dir),
@@ -331,7 +337,7 @@ class LearnerProcess:
         checkpoints: CheckpointStore,
         uploads: CheckpointUploads | None,
         ranks: Ranks,
-    ) -> Learner:
+    ) -> tuple[Learner, StepLedger]:
         run = self._run
         components = build_components(
             run,
@@ -348,7 +354,8 @@ class LearnerProcess:
             turns=self._turns,
             should_stop=self._should_stop,
         )
-        return Learner(run, components, num_processes=ranks.world_size, num_critic_processes=len(ranks.critics))
+        learner = Learner(run, components, num_processes=ranks.world_size, num_critic_processes=len(ranks.critics))
+        return learner, components.ledger
 
     def _should_stop(self) -> bool:
         self._watchdog.kick()

@@ -25,10 +25,18 @@ STORE_TIMEOUT_S = 60.0
 """Longest wait for a store at the start; then a restart if the checkpoint is there, else training without it."""
 
 
+class StoppedError(Exception):
+    """The learner should stop while it waits for room."""
+
+
 def wait_for_room(
     write: Callable[[], T], folder: Path, reporter: LearnerReporter, should_stop: Callable[[], bool]
 ) -> T:
-    """Repeat a write in `folder` until its disk has room; raise its OSError once the learner should stop."""
+    """Repeat a write in `folder` until its disk has room.
+
+    Raises:
+        StoppedError: the learner should stop before.
+    """
     is_waiting = False
     while True:
         try:
@@ -38,8 +46,10 @@ def wait_for_room(
             return result
         except OSError as error:
             is_waiting = True
-            if error.errno not in FULL_DISK or should_stop():
+            if error.errno not in FULL_DISK:
                 raise
+            if should_stop():
+                raise StoppedError from error
             reporter.set_problem(f"{folder} can't be written ({error})")
             reporter.set_activity("no_room", step=0)
             time.sleep(RETRY_INTERVAL_S)
@@ -47,7 +57,7 @@ def wait_for_room(
 
 class RunCheckpoints:
     def __init__(self, run: LearnerRun, epoch: int, reporter: LearnerReporter, should_stop: Callable[[], bool]) -> None:
-        """Take over the local folder once the disk has room; raises `FencedError`."""
+        """Take over the local folder once the disk has room; raises `FencedError` and `StoppedError`."""
         self._run = run
         self._reporter = reporter
         self._should_stop = should_stop

@@ -1,6 +1,7 @@
 """A disk without room for a checkpoint: training continues, nothing is lost, nothing is acknowledged too early."""
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from offbeat.services.telemetry import Partial
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.learner.loop import Learner
 from offbeat.trainer.learner.reporter import LearnerReporter
-from offbeat.trainer.learner.step_ledger import newest_epoch, note_lease, read_step_ledger
-from offbeat.trainer.process.run_checkpoints import wait_for_room
+from offbeat.trainer.learner.step_ledger import StepLedger, newest_epoch, note_lease, read_step_ledger
+from offbeat.trainer.process.run_checkpoints import StoppedError, wait_for_room
 from tests.fakes import CrashError, DictBoard, FakeTrainer, ListSink, Moments
 from tests.trainer.learner.harness import LearnerHarness, learner_config
 
@@ -169,8 +170,35 @@ def test_a_learner_begins_once_the_disk_has_room_for_its_lease(tmp_path: Path, m
     assert "no_room" in doing[2]
     assert newest_epoch(tmp_path) == 7
     assert board.fields["learner_trouble"] == ""
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(StoppedError):
         wait_for_room(append_to_full_disk, tmp_path, reporter, lambda: True)
+
+
+def test_refused_lines_are_reported_and_tried_once_more_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    board, append, is_full = DictBoard(), LinesFile.append, [True]
+
+    def append_with_room(lines: LinesFile, rows: Iterable[Mapping[str, Any]]) -> None:
+        if is_full:
+            append_to_full_disk()
+        append(lines, rows)
+
+    monkeypatch.setattr(LinesFile, "append", append_with_room)
+    reporter = LearnerReporter(ListSink(), board)
+    lost = StepLedger(tmp_path, 1, partial(reporter.set_problem, of="ledger"))
+    for step in (3, 4):
+        lost.write_resumed(step)
+    assert "steps.jsonl can't be written" in board.fields["learner_trouble"]
+    assert caplog.text.count("can't be written") == 1
+    lost.close()
+    assert "2 lines of ledger/steps.jsonl are lost" in caplog.text
+    ledger = StepLedger(tmp_path, 2, partial(reporter.set_problem, of="ledger"))
+    ledger.write_resumed(5)
+    is_full.clear()
+    ledger.close()
+    assert [line.epoch for line in read_step_ledger(tmp_path)[0]] == [2]
+    assert board.fields["learner_trouble"] == ""
 
 
 def append_to_full_disk() -> None:
