@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +35,7 @@ END_S = 10.0
 """For evaluations after the learner's end."""
 LOG = "rendering.log"
 START_MESSAGE = TypeAdapter(tuple[dict[str, CustomEnv], Path, Path, int])
-"""Fields of `EvaluationRenderer`."""
+"""First fields of `EvaluationRenderer`."""
 NAME = re.compile(r"(before|during|after)-(sampled|greedy)-(\d+)")
 
 
@@ -48,6 +48,7 @@ class EvaluationRenderer:
     target: Path
     limit: int
     """Episodes per evaluation."""
+    now: Callable[[], float] = time.monotonic
     _failed: dict[Path, tuple[float, float]] = field(default_factory=dict[Path, tuple[float, float]])
     """Monotonic time of the next try, and the wait after it."""
 
@@ -65,13 +66,13 @@ class EvaluationRenderer:
 
     def _try_render(self, path: Path) -> bool:
         retry_at, wait_s = self._failed.get(path, (0.0, POLL_S))
-        if time.monotonic() < retry_at:
+        if self.now() < retry_at:
             return False
         try:
             self._render(path)
         except Exception:  # a damaged file, a full disk, or pictures of a user's env
             logger.exception("%s can't be rendered; trying again in %.0f s", path.name, wait_s)
-            self._failed[path] = (time.monotonic() + wait_s, min(2 * wait_s, MAX_WAIT_S))
+            self._failed[path] = (self.now() + wait_s, min(2 * wait_s, MAX_WAIT_S))
             return False
         self._failed.pop(path, None)
         return True

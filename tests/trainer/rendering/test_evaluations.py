@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -78,22 +77,22 @@ def test_an_evaluation_of_a_later_run_replaces_the_page_of_an_earlier_one(tmp_pa
     assert renderer.render_new() == 0
 
 
-def test_an_evaluation_that_can_not_be_rendered_keeps_no_later_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_an_evaluation_that_can_not_be_rendered_keeps_no_later_one(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     run = learner_run(tmp_path)
     write_evaluation(tmp_path, "during-sampled-10", count=1)
     write_evaluation(tmp_path, "during-sampled-20", count=1)
     damaged = tmp_path / "evaluations" / "during-sampled-10.jsonl"
     damaged.write_text(damaged.read_text()[:-9])
-    renderer = EvaluationRenderer(run.config.custom_envs, tmp_path / "evaluations", tmp_path / "episodes", 2)
+    clock = [100.0]
+    renderer = EvaluationRenderer(
+        run.config.custom_envs, tmp_path / "evaluations", tmp_path / "episodes", 2, now=lambda: clock[0]
+    )
     assert renderer.render_new() == 1
     assert rendered(tmp_path / "episodes") == ["step-20/during-sampled.html"]
     write_evaluation(tmp_path, "during-sampled-10", count=1)
     assert renderer.render_new() == 0, "its next try is later"
     assert caplog.text.count("during-sampled-10.jsonl can't be rendered; trying again in 1 s") == 1
-    now = time.monotonic()
-    monkeypatch.setattr("offbeat.trainer.rendering.evaluations.time.monotonic", lambda: now + 2.0)
+    clock[0] += 2.0
     assert renderer.render_new() == 1
 
 
