@@ -6,7 +6,6 @@ Invariant: the program can't see expected values, nor affect or hold up the test
 
 import ast
 import json
-import os
 import re
 import threading
 from collections.abc import Callable, Generator, Sequence
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple, cast
 
 from offbeat.envs.dataset.peer import Peer, connect
 from offbeat.envs.sandbox import STARTUP_TIMEOUT_S, Limits, ProgramResult, run_python
+from offbeat.envs.sandbox.pipes import close_all, closing_on_error, duplicate, open_pipes
 
 PYTEST_CPU_S = 5
 """CPU time for pytest's imports."""
@@ -45,7 +45,7 @@ def check_program(program: str, test: str | CallTest, limits: Limits) -> str:
         if isinstance(test, CallTest):
             error = _check_call(test, read_fd, write_fd, limits)
         elif (equation := _equation_of(test)) is None:
-            error = _run_test(test, os.dup(read_fd), os.dup(write_fd), limits)
+            error = _run_test(test, *duplicate(read_fd, write_fd), limits)
         else:
             error = _check_equation(*equation, read_fd, write_fd, limits)
         return _own_error(running) or error if error.startswith("EOFError") else error
@@ -68,7 +68,7 @@ def count_pytest(program: str, tests: str, limits: Limits) -> tuple[int, int]:
     """
     source = f"{_peer_source()}\n{_source('pytest_runner.py')}"
     with _started(program, limits) as (_, read_fd, write_fd):
-        descriptors = os.dup(read_fd), os.dup(write_fd)
+        descriptors = duplicate(read_fd, write_fd)
         call = f"run_pytest({tests!r}, *{descriptors}, {limits.timeout_s}, {STARTUP_TIMEOUT_S})"
         more = {"timeout_s": limits.timeout_s + STARTUP_TIMEOUT_S, "cpu_s": limits.cpu_s + PYTEST_CPU_S}
         patient = limits.model_copy(update=more)
@@ -83,20 +83,21 @@ def _started(program: str, limits: Limits) -> Generator[tuple["Future[ProgramRes
 
     Raises what kept the program from running, such as a full disk: no test has failed then.
     """
-    program_reads, write_fd = os.pipe()
-    read_fd, program_writes = os.pipe()
-    source = f"{_peer_source()}\nserve_program({program!r}, {program_reads}, {program_writes})"
+    peer_source = _peer_source()
+    program_reads, write_fd, read_fd, program_writes = open_pipes()
+    source = f"{peer_source}\nserve_program({program!r}, {program_reads}, {program_writes})"
     # It waits for its test to start, and is bounded by the test's time
     patient = limits.model_copy(update={"timeout_s": limits.timeout_s + 2 * STARTUP_TIMEOUT_S})
     stop = threading.Event()
     with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(run_python, source, limits=patient, pass_fds=(program_reads, program_writes), stop=stop)
         try:
+            passed = program_reads, program_writes
+            with closing_on_error(passed):  # no thread could start
+                running = thread.submit(run_python, source, limits=patient, pass_fds=passed, stop=stop)
             yield running, read_fd, write_fd
         finally:
             stop.set()
-            os.close(read_fd)
-            os.close(write_fd)
+            close_all((read_fd, write_fd))
     running.result()
 
 

@@ -46,7 +46,10 @@ class LineProcess:
             return None
 
     def close(self) -> None:
+        """Kill the process; a request that it is busy with has no answer."""
         atexit.unregister(self.close)
+        if (process := self._process) is not None:
+            process.kill()
         with self._lock:
             self._stop()
 

@@ -23,7 +23,11 @@ class SandboxFolder:
     def __init__(self) -> None:
         remove_leftovers(tempfile.gettempdir())
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
-        self._descriptor: int | None = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            self._descriptor: int | None = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:
+            self.path.rmdir()
+            raise
         with suppress(OSError):  # NFS locks no folders: there, none is a leftover
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 

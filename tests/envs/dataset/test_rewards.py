@@ -16,7 +16,8 @@ import pytest
 from offbeat.envs import registry
 from offbeat.envs.dataset import math_checker
 from offbeat.envs.dataset.math_checker import MathChecker
-from tests.envs.isolation.test_line_process import MEET
+
+MEETING = Path(__file__).parents[1] / "isolation" / "meeting.py"
 
 HACKS = [
     ("12", r"\boxed{13=12}"),
@@ -271,11 +272,10 @@ def test_threads_share_a_checker():
 
 
 def test_a_comparison_does_not_wait_for_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    (tmp_path / "meet.py").write_text(MEET.replace('"1"', '"true"'))
-    monkeypatch.setattr(math_checker, "PROGRAM", tmp_path / "meet.py")
+    monkeypatch.setattr(math_checker, "PROGRAM", MEETING)
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     with closing(MathChecker(2)) as checker, ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(checker.is_equal, (first, second), (second, first), timeout=60)) == [True, True]
+        assert list(threads.map(checker.is_equal, (first, second), (second, first))) == [True, True]
 
 
 def test_a_checker_that_can_not_start_is_an_error_and_no_wrong_answer(

@@ -1,4 +1,5 @@
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -6,6 +7,7 @@ from pathlib import Path
 import psutil
 
 from offbeat.envs.isolation.line_process import LineProcess, LineProcesses
+from tests.waiting import wait_until_sync
 
 ECHO = """
 import sys
@@ -13,17 +15,7 @@ print("true", flush=True)
 for line in sys.stdin:
     print(line, end="", flush=True)
 """
-MEET = """
-import json, pathlib, sys, time
-print("true", flush=True)
-for line in sys.stdin:
-    own, other = map(pathlib.Path, json.loads(line))
-    own.touch()
-    while not other.exists():
-        time.sleep(0.01)
-    print("1", flush=True)
-"""
-"""Answers once another process has the other's request."""
+MEETING = Path(__file__).with_name("meeting.py")
 
 
 def test_a_process_that_was_killed_while_idle_answers_the_next_request():
@@ -37,7 +29,18 @@ def test_a_process_that_was_killed_while_idle_answers_the_next_request():
 
 
 def test_requests_that_overlap_go_to_processes_of_their_own(tmp_path: Path):
-    processes = LineProcesses([sys.executable, "-c", MEET], "did not start", num_processes=2)
+    processes = LineProcesses([sys.executable, str(MEETING)], "did not start", num_processes=2)
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
-    with ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(processes.ask, ([first, second], [second, first]), timeout=60)) == [1, 1]
+    with closing(processes), ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(processes.ask, ([first, second], [second, first]))) == [True, True]
+
+
+def test_a_busy_process_can_be_closed(tmp_path: Path):
+    process = LineProcess([sys.executable, str(MEETING)], "did not start")
+    with ThreadPoolExecutor(1) as threads:
+        reply = threads.submit(process.ask, [str(tmp_path / "asked"), str(tmp_path / "never")])
+        wait_until_sync((tmp_path / "asked").exists)
+        began = time.monotonic()
+        process.close()
+        assert time.monotonic() - began < 20
+        assert reply.result() is None
