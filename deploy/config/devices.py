@@ -21,8 +21,8 @@ GPU_ENGINES = {"vllm": "vllm", "sglang": "sglang"}
 FLASH = "flash-attn"
 """Distribution of `flash_attention_2`."""
 DEVICE_FILES = Path("/dev")
-DEVICE = re.compile(r"\d+|(GPU|MIG)-.+")
-"""A name in CUDA_VISIBLE_DEVICES."""
+UUID = re.compile(r"(GPU|MIG)-.+")
+"""In CUDA_VISIBLE_DEVICES, in place of a number."""
 
 
 def choose_devices(config: RunConfig, gpus: float) -> RunConfig:
@@ -78,8 +78,13 @@ def count_gpus() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return found
-    # As CUDA, which ignores a name that is none, as -1, and all after it
-    return min(found, len(list(takewhile(DEVICE.fullmatch, map(str.strip, visible.split(","))))))
+    # As CUDA, which ignores a name that is none, as -1, and all after it, and takes none of names with a repeated one
+    names = list(takewhile(lambda name: _is_device(name, found), map(str.strip, visible.split(","))))
+    return min(found, len(names)) if len(set(names)) == len(names) else 0
+
+
+def _is_device(name: str, found: int) -> bool:
+    return bool(UUID.fullmatch(name)) or (name.isdecimal() and int(name) < found)
 
 
 def is_installed(name: str) -> bool:

@@ -109,6 +109,7 @@ def test_a_run_of_this_machine_takes_its_gpus(monkeypatch: pytest.MonkeyPatch):
     ("visible", "expected"),
     [
         *[("", 0), (" ", 0), ("-1", 0), ("NoDevFiles", 0), ("none", 0), ("0,-1,1", 1), ("1,0", 2), ("0,1,2,3", 2)],
+        *[("7", 0), ("0,5,1", 1), ("0,0", 0)],
         ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", 1),
         ("MIG-GPU-8932f937-d72c-4106-c12f-20bd9faed9f6/1/2", 1),
     ],
