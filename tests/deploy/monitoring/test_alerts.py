@@ -108,6 +108,16 @@ def test_a_learner_that_publishes_rarely_is_not_stalled(tmp_path: Path):
     check(tmp_path, {"offbeat_run_step": "1+1x460 461+0x20"}, [])
 
 
+def test_a_stalled_learner_is_noticed_across_a_restart_of_the_control_service(tmp_path: Path):
+    """Counters begin at 0 again."""
+    counters = ("offbeat_learner_groups_total", "offbeat_learner_groups_without_signal_total")
+    restarted = {
+        name: values + " 0+0x10" for name, values in FAULTS["OffbeatLearnerStalled"].items() if name in counters
+    }
+    stalled = {name: values.replace("+0x20", "+0x9") for name, values in restarted.items()}
+    check(tmp_path, {**FAULTS["OffbeatLearnerStalled"], **stalled}, ["OffbeatLearnerStalled"])
+
+
 @pytest.mark.parametrize("alert", FAULTS)
 def test_each_fault_raises_its_own_alert(tmp_path: Path, alert: str):
     check(tmp_path, FAULTS[alert], [alert])
