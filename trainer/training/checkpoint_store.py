@@ -198,7 +198,7 @@ class CheckpointStore:
             self._files.link(BEST, path.name)
         else:  # in the store alone: the link is to the earlier best, which may go now
             with suppress(FileNotFoundError):
-                self._files.take_away(BEST)
+                delete(self._files.take_away(BEST))
 
     def _has(self, name: str) -> bool:
         return (self._folder / name).is_dir() or name in self._elsewhere
@@ -233,7 +233,7 @@ class CheckpointStore:
         self._write_manifest(self._listed)
         if best is not None and best[0] == name:
             with suppress(FileNotFoundError):
-                self._files.take_away(BEST)
+                delete(self._files.take_away(BEST))
         self._files.remove(name)
         self._remove_unfinished()
 

@@ -189,6 +189,7 @@ def test_best_links_to_no_earlier_checkpoint_once_the_best_is_in_the_store_alone
     store.release("step-000040").result()
     store.score(40, 0.9)
     assert store.best == "step-000040"
+    assert not list(folder.rglob("*-best")), "the earlier link"
     for step in (80, 100):
         store.save(state(step), write).result()
     assert not (folder / "best").is_symlink()
