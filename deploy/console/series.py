@@ -1,7 +1,7 @@
 """Metrics of `metrics.jsonl` as columns: `source/name`, `source-<kind>/name`, evaluations as `eval-<sampling>/name`.
 
-Invariants: a repeated step counts once, with its last values, also an evaluation that ends after a later one; points
-ascend in x, as the means of records at the same x.
+Invariants: a repeated step counts once, with its last values, also an evaluation that ends after a later one; of
+evaluations at a step the last one counts; points ascend in x, as the means of other records at the same x.
 """
 
 from array import array
@@ -59,7 +59,7 @@ class _Source:
     """Rows of a source, in tables by the names of their metrics: a row of many metrics costs one call."""
 
     def __init__(self, source: str) -> None:
-        self._source = source
+        self.source = source
         self._rewinds: list[tuple[int, float]] = []
         """Row and step, after which earlier rows are of weights that are given up."""
         self._tables: dict[tuple[str, ...], _Table] = {}
@@ -84,7 +84,7 @@ class _Source:
 
     def last(self, steps: "array[float]") -> dict[str, float]:
         """Return the newest value of each metric, an evaluation's that of the newest step."""
-        if self._source == EVALUATION:
+        if self.source == EVALUATION:
             names = dict.fromkeys(name for table in self._tables.values() for name in table.columns)
             points = {name: self.points(name, steps)[1] for name in names}
             return {name: float(values[-1]) for name, values in points.items() if len(values)}
@@ -99,14 +99,14 @@ class _Source:
         order = np.argsort(rows)
         rows, values = rows[order], values[order]
         x = np.frombuffer(steps)[rows]
-        if self._source == EVALUATION:  # several are played at once, and may end in another order
+        if self.source == EVALUATION:  # several are played at once, and may end in another order
             for row, step in self._rewinds:
                 current = (rows > row) | (x <= step)
                 rows, values, x = rows[current], values[current], x[current]
             _, newest = np.unique(x[::-1], return_index=True)
             return rows[len(x) - 1 - newest], values[len(x) - 1 - newest]
         # Services have several records per step: a decrease alone shows a later learner
-        following = x[1:] if self._source == LEARNER else np.where(x[1:] < x[:-1], x[1:], np.inf)
+        following = x[1:] if self.source == LEARNER else np.where(x[1:] < x[:-1], x[1:], np.inf)
         kept = x < np.append(np.minimum.accumulate(following[::-1])[::-1], np.inf)
         return rows[kept], values[kept]
 
@@ -166,7 +166,8 @@ class SeriesIndex:
             return  # a learner that woke after its replacement has appended it again
         self._newest_id = entry_id
         if source == LEARNER and REWOUND_TO in labels:
-            for each in self._sources.values():
+            evaluated = [each for each in self._sources.values() if each.source == EVALUATION]
+            for each in evaluated:
                 each.rewind(len(self._places.axes["step"]) - 1, float(labels[REWOUND_TO]))
         is_stepped = step is not None and source in STEPPED
         place = float(step) if step is not None and is_stepped else self._step
