@@ -130,6 +130,8 @@ class _EpisodeRunner:
         self.total_s = 0.0
         self.drawn_from: list[str] = []
         """Global generators that episodes drew from."""
+        self.ends_with_success: list[bool] = []
+        """Of each episode that ended, whether its last info has `success`."""
         self._on_call = on_call
         self._envs: list[TextEnv] = []
 
@@ -166,9 +168,10 @@ class _EpisodeRunner:
         rng, before = np.random.default_rng(seed), _global_states()
         transcript: list[object] = [self.reset(env, seed)[0]]
         for _ in range(self.max_turns):
-            observation, reward, terminated, truncated, _ = self.step(env, random_answer(env, rng))
+            observation, reward, terminated, truncated, info = self.step(env, random_answer(env, rng))
             transcript += [observation, float(reward), bool(terminated), bool(truncated)]
             if terminated or truncated:
+                self.ends_with_success.append(_has_success(info))
                 break
         after = _global_states()
         self.drawn_from += [name for name in after if after[name] != before[name] and name not in self.drawn_from]
@@ -244,8 +247,6 @@ def _check_text(runner: _EpisodeRunner, _: int) -> Findings:
             yield "problem", f"{name} is {_shorten(value)}, not a bool"
     if not isinstance(info, dict):
         yield "problem", f"step's info is a {type(info).__name__}, not a dict"
-    elif not _has_success(cast("dict[str, Any]", info)):
-        yield "advice", "step's info has no `success`: evaluations will show rewards alone"
     if not getattr(env.unwrapped, "system_prompt", ""):
         yield (
             "advice",
@@ -253,9 +254,12 @@ def _check_text(runner: _EpisodeRunner, _: int) -> Findings:
         )
 
 
-def _has_success(info: dict[str, Any]) -> bool:
-    seats = info.get("seats")
-    return "success" in info or bool(seats and all("success" in seat for seat in seats.values()))
+def _has_success(info: object) -> bool:
+    if not isinstance(info, dict):
+        return False
+    seats = cast("dict[str, object]", info).get("seats")
+    results = cast("dict[str, object]", seats).values() if isinstance(seats, dict) else ()
+    return "success" in info or any(isinstance(result, dict) and "success" in result for result in results)
 
 
 def _check_gymnasium(runner: _EpisodeRunner, _: int) -> Findings:
@@ -294,6 +298,11 @@ def _check_determinism(runner: _EpisodeRunner, num_seeds: int) -> Findings:
     runner.report.digest = digest.hexdigest()
     if len(first_observations) == 1 < num_seeds:
         yield "advice", f"the first observation of {num_seeds} seeds is the same: does reset use its seed?"
+
+
+def _check_success(runner: _EpisodeRunner, _: int) -> Findings:
+    if runner.ends_with_success and not any(runner.ends_with_success):
+        yield "advice", "no episode's last info has `success`: evaluations will show rewards alone"
 
 
 def _check_global_generators(runner: _EpisodeRunner, _: int) -> Findings:
@@ -372,6 +381,7 @@ _CHECKS: dict[str, Callable[[_EpisodeRunner, int], Findings]] = {
     "text": _check_text,
     "gymnasium": _check_gymnasium,
     "determinism": _check_determinism,
+    "success": _check_success,
     "own generator": _check_global_generators,
     "any answer": _check_odd_answers,
     "tasks": _check_tasks,

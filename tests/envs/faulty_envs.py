@@ -75,6 +75,28 @@ class WithoutSuccess(Sound):
         return "it", 1.0, True, False, {}
 
 
+class SuccessOfTheEnd(Sound):
+    def reset(self, *, seed=None, options=None):
+        self.is_second = False
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        if self.is_second:
+            return super().step(action)
+        self.is_second = True
+        return "it", 0.0, False, False, {}
+
+
+class SuccessOfASeat(Sound):
+    seats = ("a",)
+
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=seed)[0], {"seat": "a"}
+
+    def step(self, action):
+        return "it", 1.0, True, False, {"seat": "a", "seats": {"a": {"reward": 1.0, "success": True}}}
+
+
 class FourValues(Sound):
     def step(self, action):
         return "it", 0.0, True, {}

@@ -69,14 +69,20 @@ def test_a_broken_rule_is_reported_with_the_observation(faulty: str, rule: str, 
 def test_a_sound_env_gets_only_advice():
     report = check_contract("faulty_envs:Sound", {})
     assert [(finding.severity, finding.rule) for finding in report.findings] == [("advice", "gymnasium")]
-    [missing, _] = check_contract("faulty_envs:WithoutSuccess", {}).findings
-    assert (missing.severity, missing.rule) == ("advice", "text")
-    assert "no `success`" in missing.message
     constant = check_contract("faulty_envs:Constant", {})
     assert "does reset use its seed" in constant.findings[-1].message
     heavy = check_contract("faulty_envs:Heavy", {})
     assert (heavy.findings[-1].severity, heavy.findings[-1].rule) == ("advice", "memory")
     assert re.search(r"each env takes 3\.0 MiB, of which 3\.0 MiB at .*faulty_envs\.py:\d+", heavy.findings[-1].message)
+
+
+@pytest.mark.parametrize(
+    ("env", "rules"), [("WithoutSuccess", ["success"]), ("SuccessOfTheEnd", []), ("SuccessOfASeat", [])]
+)
+def test_an_env_that_never_reports_success_gets_advice(env: str, rules: list[str]):
+    """It is looked for where episodes end."""
+    findings = check_contract(f"faulty_envs:{env}", {}).findings
+    assert [finding.rule for finding in findings if "`success`" in finding.message] == rules
 
 
 def test_memory_allocated_by_other_threads_is_not_counted():

