@@ -105,9 +105,13 @@ def _tracker_kwargs(config: RunConfig, name: str, settings: Sequence[str]) -> di
 
 @contextmanager
 def _lock_cursor(cursor_file: Path, name: str) -> Iterator[None]:
-    """Raises TrackError if locked."""
-    cursor_file.parent.mkdir(parents=True, exist_ok=True)
-    with cursor_file.with_suffix(".lock").open("w") as lock:
+    """Raises TrackError if locked, or not writable."""
+    try:
+        cursor_file.parent.mkdir(parents=True, exist_ok=True)
+        lock = cursor_file.with_suffix(".lock").open("w")
+    except OSError as error:
+        raise TrackError(f"the tracker's position can't be written: {error}") from error
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -63,6 +63,12 @@ def test_one_call_at_a_time_sends(folder: Path):
             track(folder)
 
 
+def test_a_folder_that_can_not_be_written_is_reported(folder: Path):
+    (folder / PROGRESS_FILE).parent.touch()
+    with pytest.raises(TrackError, match=r"position can't be written: .*trackers"):
+        track(folder)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
