@@ -15,7 +15,7 @@ DEPLOYMENT = "reward"
 
 
 def app_name(run_id: str, reward: str) -> str:
-    return f"reward-{run_id}:{reward}"  # no name has a colon, and both may have a hyphen
+    return f"reward-{run_id}:{reward}"  # run ids have no colon
 
 
 class ServedReward:

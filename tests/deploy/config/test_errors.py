@@ -30,6 +30,10 @@ def test_an_unknown_key_names_the_nearest_valid_one(written: str, meant: str):
     assert nearest_keys(written, RunConfig)[0] == meant
 
 
+def test_no_run_has_a_colon_which_ends_its_name_in_those_of_applications_and_scorers():
+    assert "exp_name" in problems({"custom_envs": ENVS, "exp_name": "math:v2"})
+
+
 def test_a_key_like_none_gets_no_guess():
     assert nearest_keys("nonsense", RunConfig) == ()
     found = problems({"custom_envs": ENVS, "nonsense": 1, "actor_train": {"bf16": True}})
