@@ -43,7 +43,7 @@ from offbeat.deploy.config.validation import check_in_process
 from offbeat.deploy.console.archive import FolderArchive, find_checkpoint
 from offbeat.deploy.play.agent_check import try_agents
 from offbeat.deploy.run_folder import hold_run_files
-from offbeat.deploy.run_marker import FolderInUseError
+from offbeat.deploy.run_marker import FolderInUseError, identify
 from offbeat.deploy.run_setup import (
     generation_app,
     model_folder,
@@ -263,6 +263,9 @@ class MeshRunFactory(PackagedRecipes):
         if not folder.is_dir():
             raise NotRecordedError(f"{folder} is not on the host of the control service")
         return FolderArchive(folder)
+
+    def holds_run(self, folder: str) -> bool:
+        return identify(Path(folder)) is not None
 
     def find_checkpoint(self, record: RunRecord, step: int) -> str:
         return str(find_checkpoint(Path(record.output_dir), step))

@@ -8,7 +8,6 @@ import math
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, suppress
-from functools import partial
 from typing import Any, Protocol
 
 from offbeat.services.control.claims import claim_chosen
@@ -22,6 +21,7 @@ from offbeat.services.control.run import (
     BusyError,
     DesiredState,
     ForeignRecordError,
+    RunExistsError,
     RunRecord,
     RunSpec,
     RunState,
@@ -93,6 +93,10 @@ class RunFactory(BufferReader, Recipes, Protocol):
         """Open a run's folder; raises `NotRecordedError` if it is on another host."""
         ...
 
+    def holds_run(self, folder: str) -> bool:
+        """Return whether a folder has the files of a run."""
+        ...
+
     def find_checkpoint(self, record: RunRecord, step: int) -> str:
         """Return the folder of a complete checkpoint; raises `NotRecordedError`."""
         ...
@@ -160,7 +164,8 @@ class ControlService:
             InvalidRunError: invalid configuration.
             NotAllowedError: beyond the caller's rights.
             TooManyValidationsError: try again.
-            RunExistsError: active with another configuration, or ending; for a fork, ended, too.
+            RunExistsError: active with another configuration, or ending; for a fork, ended with another one, or its
+                folder has the files of a run without a record, too.
             BusyError: another run has claimed a resource.
         """
 
@@ -171,9 +176,26 @@ class ControlService:
         if dry_run:
             await validate()
             return None, False
-        record, created = await claim_chosen(validate, partial(self.store.create, is_fork=is_fork))
+
+        async def record_run(spec: RunSpec) -> tuple[RunRecord, bool]:
+            if is_fork:
+                await self._refuse_occupied(spec)
+            return await self.store.create(spec, is_fork=is_fork)
+
+        record, created = await claim_chosen(validate, record_run)
         self._wake()
         return await self._overview.view(record), created
+
+    async def _refuse_occupied(self, spec: RunSpec) -> None:
+        """Refuse a fork that would write into the files of a run without a record; raises `RunExistsError`."""
+        try:
+            await self.store.load(spec.run_id)
+        except UnknownRunError:
+            if await asyncio.to_thread(self.factory.holds_run, spec.output_dir):
+                raise RunExistsError(
+                    f"{spec.output_dir} has the files of a run: choose another exp_name or output_dir, move or remove "
+                    f"that folder, or resume its run (`offbeat runs start {spec.output_dir}/config.yaml`)"
+                ) from None
 
     async def runs(self, *, states: Sequence[RunState], name: str, after: str | None, limit: int) -> RunsView:
         """Return runs, newest first; `name` is a glob. Raises `InvalidPlaceError`."""
@@ -266,7 +288,7 @@ class ControlService:
         """
         with ExitStack() as stack:
             remove = await self._hold_files(stack, run_id, rights) if files else None
-            # Before the files: after a death in between, a later run of the name moves them aside, as any without a record
+            # Before the files: after a death in between, a later run moves them aside, and a fork is refused
             await self.store.delete(run_id)
             removal = await asyncio.to_thread(remove) if remove is not None else Removal([], [])
         return DeletedView(id=run_id, files=removal.removed, left=removal.left)

@@ -69,10 +69,10 @@ class RunStore:
         """Record a run; return the record, and whether it is new. Idempotent.
 
         An ended run of that name is resumed if `spec.resume`, with its settings unless overridden; else deleted and its
-        learners fenced. takeover: treat an active run as inactive. is_fork: neither resume nor delete an ended run.
+        learners fenced. takeover: treat an active run as inactive. is_fork: of an ended run, resume only an equal one.
 
         Raises:
-            RunExistsError: active with another configuration, or ending; for a fork, ended, too.
+            RunExistsError: active with another configuration, or ending; for a fork, ended with another one, too.
             BusyError: another active run has claimed a resource.
         """
         keys, claimed = RunKeys(spec.run_id), claim_keys(spec)
@@ -91,8 +91,12 @@ class RunStore:
                 raise RunExistsError(
                     f"run {spec.run_id!r} is {old.state}: stop it first, or choose another name{self._hint(old)}"
                 )
-            if old and is_fork:
-                raise RunExistsError(f"run {spec.run_id!r} exists: delete it first, or choose another exp_name")
+            if old and is_fork and old.config != spec.config:
+                raise RunExistsError(
+                    f"run {spec.run_id!r} exists, with another configuration: choose another exp_name, delete that run "
+                    f"with its files (`offbeat runs delete {spec.run_id} --files`), or resume it (`offbeat runs start "
+                    f"{old.output_dir}/config.yaml`)"
+                )
             claims = await self.find_claims(spec)
             record = self._new(spec, old if spec.resume else None)
             stale = [] if spec.resume else await self._keys_of(spec.run_id)

@@ -100,12 +100,13 @@ class AsyncRunWrites(_Refusals):
         self._script = redis.register_script(_WRITE)
         self._lock = asyncio.Lock()
 
-    async def __call__(self, command: str, key: str, *arguments: Any) -> None:
-        self._note(await cast(Any, self._script(keys=self._keys_of(key), args=self._arguments(command, arguments))))
+    async def __call__(self, command: str, key: str, *arguments: Any) -> bool:
+        args = self._arguments(command, arguments)
+        return self._note(await cast(Any, self._script(keys=self._keys_of(key), args=args)))
 
-    async def once(self, command: str, key: str, *arguments: Any) -> None:
+    async def once(self, command: str, key: str, *arguments: Any) -> bool:
         async with self._lock:
             args = self._numbered(command, arguments)
             accepted = await cast(Any, self._script(keys=self._keys_of(key), args=args))
             self._unanswered = None
-        self._note(accepted)
+        return self._note(accepted)

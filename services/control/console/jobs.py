@@ -40,6 +40,7 @@ class RunJobs(Generic[View]):
 
         Raises:
             RunStateError: one of this run is running.
+            UnknownRunError, LostRecordError: deleted or lost since `record` was read.
             ControlError: too many of other runs, of the type given.
         """
         run = record.run_id, record.uid
@@ -51,7 +52,9 @@ class RunJobs(Generic[View]):
         view = view.model_copy(update={"began_at": self._store.clock()})
         self._tasks[run] = None
         try:
-            await self._save(record, view)
+            if not await self._save(record, view):
+                await self._store.load(record.run_id)  # of a lost record it raises, too
+                raise UnknownRunError(f"run {record.run_id!r} was deleted or created anew")
         except BaseException:
             del self._tasks[run]
             raise
@@ -92,9 +95,10 @@ class RunJobs(Generic[View]):
         except (LostRecordError, redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
             raise RetryableError(str(error)) from error
 
-    async def _save(self, record: RunRecord, view: View) -> None:
+    async def _save(self, record: RunRecord, view: View) -> bool:
+        """Save a view; return whether the run is still there."""
         write = AsyncRunWrites(self._store.redis, record.run_id, record.uid)
-        await write("SET", self._key(record.run_id), view.model_dump_json())
+        return await write("SET", self._key(record.run_id), view.model_dump_json())
 
     def _key(self, run_id: str) -> str:
         return RunKeys(run_id).key(self._kind)

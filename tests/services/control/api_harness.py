@@ -44,6 +44,7 @@ class FakeRunFactory(PackagedRecipes):
         self.may_reproduce.set()
         self.may_plan = threading.Event()
         self.may_plan.set()
+        self.occupied: set[str] = set()
 
     async def validate(self, document: str | dict[str, Any], rights: Rights) -> RunSpec:
         del rights
@@ -55,7 +56,8 @@ class FakeRunFactory(PackagedRecipes):
             raise InvalidRunError([ProblemView(path="exp_nam", message="unknown key", suggestion="exp_name")])
         name = tree["exp_name"]
         folder = tree.get("output_dir", f"/runs/{name}")
-        return RunSpec(name, json.dumps(tree), folder, 7, SETTINGS, claims={"folder": folder})
+        resume = bool(tree.get("resume_from_checkpoint"))
+        return RunSpec(name, json.dumps(tree), folder, 7, SETTINGS, resume=resume, claims={"folder": folder})
 
     async def validate_change(self, record: RunRecord, requested: Settings, values: Mapping[str, float]) -> None:
         del record, requested
@@ -67,6 +69,9 @@ class FakeRunFactory(PackagedRecipes):
 
     def open_archive(self, record: RunRecord) -> RunArchive:
         return FolderArchive(Path(record.output_dir))
+
+    def holds_run(self, folder: str) -> bool:
+        return folder in self.occupied
 
     def find_checkpoint(self, record: RunRecord, step: int) -> str:
         return str(find_checkpoint(Path(record.output_dir), step))

@@ -13,7 +13,7 @@ from redis.exceptions import ConnectionError
 from offbeat.services.control.console.derived_runs import TooManyPlansError, fork_config
 from offbeat.services.control.console.jobs import RunJobs
 from offbeat.services.control.console.schemas import PlanState, PlanView
-from offbeat.services.control.run import RunRecord, RunState
+from offbeat.services.control.run import RunRecord, RunState, UnknownRunError
 from offbeat.services.control.service import InvalidRunError
 from offbeat.services.keys import RunKeys
 from offbeat.services.live_settings import Settings
@@ -55,14 +55,41 @@ async def test_a_fork_is_a_new_run_from_the_checkpoint(api: ApiHarness, runs: Pa
 
 @pytest.mark.usefixtures("checkpoint")
 @pytest.mark.parametrize("name", ["lake-fork-2", "pond"])
-async def test_a_fork_neither_resumes_nor_replaces_an_ended_run(api: ApiHarness, name: str) -> None:
+async def test_a_fork_neither_changes_nor_replaces_an_ended_run(api: ApiHarness, name: str) -> None:
     await api.http.post("/runs/lake/fork?step=2", json={"exp_name": name})
-    first = await api.record(name)
     await api.store.update(name, state=RunState.FINISHED)
+    first = await api.record(name)
     again = await api.http.post("/runs/lake/fork?step=2", json={"exp_name": name, "max_steps": 10})
     assert (again.status_code, code(again)) == (409, "run_exists")
-    assert "delete it first, or choose another exp_name" in again.json()["error"]["message"]
-    assert (await api.record(name)).uid == first.uid
+    message = again.json()["error"]["message"]
+    assert f"`offbeat runs delete {name} --files`" in message
+    assert f"`offbeat runs start {first.output_dir}/config.yaml`" in message
+    assert await api.record(name) == first
+
+
+@pytest.mark.usefixtures("checkpoint")
+async def test_an_equal_fork_of_one_that_failed_resumes_it(api: ApiHarness) -> None:
+    await api.http.post("/runs/lake/fork?step=2", json={"max_steps": 9})
+    first = await api.record("lake-fork-2")
+    await api.store.update("lake-fork-2", state=RunState.FAILED)
+    api.factory.occupied.add(first.output_dir)
+    again = await api.http.post("/runs/lake/fork?step=2", json={"max_steps": 9})
+    record = await api.record("lake-fork-2")
+    assert (again.status_code, record.uid, record.attempt) == (201, first.uid, first.attempt + 1)
+
+
+@pytest.mark.usefixtures("checkpoint")
+async def test_a_fork_is_refused_in_the_folder_of_a_deleted_run(api: ApiHarness, runs: Path) -> None:
+    """Its files would be mixed with the fork's."""
+    await api.http.post("/runs/lake/fork?step=2", json={})
+    await api.store.update("lake-fork-2", state=RunState.FINISHED)
+    await api.http.delete("/runs/lake-fork-2")
+    api.factory.occupied.add(str(runs / "lake-fork-2"))
+    for keys in ({}, {"exp_name": "other", "output_dir": str(runs / "lake-fork-2")}):
+        answer = await api.http.post("/runs/lake/fork?step=2", json=keys)
+        assert (answer.status_code, code(answer)) == (409, "run_exists")
+        assert f"{runs / 'lake-fork-2'} has the files of a run" in answer.json()["error"]["message"]
+    assert (await api.http.post("/runs/lake/fork?step=2", json={"exp_name": "other"})).status_code == 201
 
 
 async def test_a_fork_needs_a_checkpoint_of_that_step(api: ApiHarness, checkpoint: Path) -> None:
@@ -167,13 +194,14 @@ async def test_a_plan_is_of_the_settings_in_force_and_says_why_it_fails(api: Api
     assert (made["state"], made["error"]) == ("failed", "the run has 0 steps in its metrics")
 
 
-async def test_a_job_of_a_run_that_was_deleted_meanwhile_leaves_no_key(api: ApiHarness) -> None:
+async def test_a_job_of_a_run_that_was_deleted_meanwhile_does_not_begin(api: ApiHarness) -> None:
     record = await api.record("lake")
     await api.store.update("lake", state=RunState.FINISHED)
     await api.client.delete("lake")
     jobs = RunJobs(api.store, "plan", PlanView, 1, TooManyPlansError)
-    await jobs.begin(record, PlanView(state=PlanState.RUNNING), lambda: {"state": PlanState.DONE, "result": {}})
-    await wait_until(lambda: not jobs._tasks)
+    with pytest.raises(UnknownRunError):
+        await jobs.begin(record, PlanView(state=PlanState.RUNNING), lambda: {"state": PlanState.DONE, "result": {}})
+    assert not jobs._tasks
     assert not await api.redis.exists(RunKeys("lake").key("plan"))
 
 
