@@ -9,12 +9,7 @@ if is_fenced(epoch) then return fenced_reply(epoch) end
 local from = math.max(step, tonumber(redis.call('HGET', PROGRESS, 'step') or nil) or 0)
 local reply, adopted = {}, false
 for place, change in ipairs(redis.call('LRANGE', CHANGES, 0, -1)) do
-  if redis.call('HSETNX', ADOPTED, place - 1, from) == 1 then
-    apply_change(change)
-    redis.call('XADD', HISTORY, 'MAXLEN', '~', 1000, '*', 'e', 'adopted', 'd',
-      cjson.encode({values = cjson.decode(change).values, step = from}))
-    adopted = true
-  end
+  adopted = adopt_change(place - 1, change, from) or adopted
   reply[#reply + 1] = change
   reply[#reply + 1] = tonumber(redis.call('HGET', ADOPTED, place - 1))
 end

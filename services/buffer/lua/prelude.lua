@@ -8,7 +8,7 @@
 -- Keys made from the root:
 --   limits            hash    what `configure` wrote and changes have set, and `paused`
 --   ledger            hash    admitted, submitted, trained, dropped, failed, dropped:<reason>, failed:<reason>, next, events
---   assembling        zset    number of each group being played -> version at its admission
+--   assembling        zset    number of each group being played -> version at its admission, or the step to which the run went back since
 --   stream            stream  complete groups (n number, v version at admission, t temperature), consumer group `learner`
 --   unit:<unit>       hash    a unit is a group being played (t:<number>) or an evaluation (e:<id>): kind, size, members,
 --                             baselines (the last of its members: greedy, all required), greedy (those of
@@ -251,6 +251,15 @@ local function apply_change(change)
   end
   if values.max_staleness then redis.call('HDEL', LEDGER, 'expired_at') end
   if values.num_env_groups then redis.call('HSET', LIMITS, 'max_groups_in_flight', values.num_env_groups) end
+end
+
+-- Adopt a change from a step on, unless it is adopted; true if it was not.
+local function adopt_change(place, change, step)
+  if redis.call('HSETNX', ADOPTED, place, step) == 0 then return false end
+  apply_change(change)
+  redis.call('XADD', HISTORY, 'MAXLEN', '~', 1000, '*', 'e', 'adopted', 'd',
+    cjson.encode({values = cjson.decode(change).values, step = step}))
+  return true
 end
 
 -- Record a heartbeat of a known worker (see `enter`).

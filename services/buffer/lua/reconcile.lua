@@ -36,7 +36,7 @@ local function restore_limits()
   for _, row in ipairs(proof.changes) do
     local change, step = unpack(row)
     local place = known[change] or redis.call('RPUSH', CHANGES, change) - 1
-    if redis.call('HSETNX', ADOPTED, place, step) == 1 then apply_change(change) end
+    adopt_change(place, change, step)
   end
 end
 

@@ -1,6 +1,7 @@
 """Changes of a run's settings: adopted at a step boundary, once, and kept."""
 
 import json
+from typing import cast
 
 import pytest
 from redis import Redis
@@ -39,6 +40,10 @@ async def test_a_change_holds_from_the_boundary_that_adopts_it(run: Run, redis: 
     assert settings_at(BASE, boundary.changes, 5) == replace(BASE, learning_rate=2e-4, num_workers=3)
 
 
+def read_history(redis: Redis) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    return cast(list[tuple[bytes, dict[bytes, bytes]]], redis.xrange(RunKeys(RUN).history))
+
+
 async def test_a_change_is_adopted_once_whatever_is_repeated(run: Run, redis: Redis):
     ask(redis, temperature=0.5)
     first = run.learner.adopt(2)
@@ -51,10 +56,12 @@ async def test_an_adoption_that_redis_lost_alone_keeps_its_step(run: Run, redis:
     """The request was written earlier, and is still there."""
     ask(redis, max_staleness=2.0)
     first = run.learner.adopt(3)
-    redis.delete(RunKeys(RUN).adopted)
+    events = [fields for _, fields in read_history(redis)]
+    redis.delete(RunKeys(RUN).adopted, RunKeys(RUN).history)
     redis.hset(BufferKeys(RUN).limits, "max_staleness", "1.0")
     run.learner.reconcile(Proof())
     assert run.learner.adopt(4) == first
+    assert [fields for _, fields in read_history(redis)] == events != []
     assert redis.hget(BufferKeys(RUN).limits, "max_staleness") == b"2"
 
 
@@ -164,7 +171,7 @@ async def test_a_learner_that_was_replaced_adopts_nothing(run: Run, redis: Redis
 async def test_history_shows_what_was_adopted_when(run: Run, redis: Redis):
     ask(redis, learning_rate=0.5)
     run.learner.adopt(3)
-    ((_, fields),) = redis.xrange(RunKeys(RUN).history)  # type: ignore[misc]
+    ((_, fields),) = read_history(redis)
     assert fields[b"e"] == b"adopted"
     assert json.loads(fields[b"d"]) == {"values": {"learning_rate": 0.5}, "step": 3}
 

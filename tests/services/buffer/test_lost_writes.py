@@ -320,6 +320,7 @@ async def test_an_emptied_redis_continues_with_the_live_learner(world: World, pa
     with pytest.raises(ReconcileError):
         await world.worker.claim("w", 2)
     assert learner.buffer.take(0) is None
+    assert (world.redis.hget(BufferKeys(RUN).limits, "paused") == b"1") == bool(paused)
     set_paused("pause", 0)
     publish(world.redis, 1)
     assert set((await world.worker.heartbeat("w")).cancelled) == set(held)
