@@ -78,9 +78,9 @@ class ControlConfig(RightsConfig):
     """Interface of the API; except loopback, it needs `token`."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the API; 0: any free one."""
-    token: str | None = Field(default=None, min_length=1)
+    token: str | None = None
     """Bearer token required of each call."""
-    read_token: str | None = Field(default=None, min_length=1)
+    read_token: str | None = None
     """Second token, for read access."""
     tokens: tuple[TokenConfig, ...] = ()
     """Further tokens with rights of their own; `allow_modules` and `output_roots` above belong to `token`."""

@@ -129,6 +129,7 @@ def _check_static(
         *_check_paths_and_addresses(config),
         *_check_tracing(config),
         *_of_new_runs(config, _check_unused(config), started=started),
+        *_of_new_runs(config, _check_tokens(config), started=started),
     ]
 
 
@@ -355,6 +356,14 @@ def _check_context(config: RunConfig, positions: object, source: str) -> Iterato
         )
 
 
+def _check_tokens(config: RunConfig) -> Iterator[ConfigIssue]:
+    for name, token in (("token", config.control.token), ("read_token", config.control.read_token)):
+        if token is not None and not token.strip():
+            yield ConfigIssue(
+                f"control.{name}", "is empty, so that calls would need none: set its variable, or leave the key out"
+            )
+
+
 def _check_paths_and_addresses(config: RunConfig) -> Iterator[ConfigIssue]:
     if config.control.tokens and config.control.token is None:
         yield ConfigIssue("control.tokens", "the command itself calls with control.token: set it, too")
@@ -362,7 +371,7 @@ def _check_paths_and_addresses(config: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue(
             "control.read_token", "has no effect without control.token, the token of operators: set it too"
         )
-    if config.control.host not in LOOPBACK_NAMES and config.control.token is None:
+    if config.control.host not in LOOPBACK_NAMES and not config.control.token:
         yield ConfigIssue(
             "control.host",
             f"{config.control.host} is reachable from other machines: set control.token, or take 127.0.0.1",

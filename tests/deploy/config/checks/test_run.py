@@ -93,6 +93,27 @@ def test_token_allows_other_interfaces():
     assert problems("control.host=0.0.0.0", "control.token=secret") == {}
 
 
+@pytest.mark.parametrize("token", ["", " ", "\n"])
+@pytest.mark.parametrize("name", ["token", "read_token"])
+def test_an_empty_token_is_refused_but_read_of_a_recorded_run(name: str, token: str, caplog: pytest.LogCaptureFixture):
+    """As of a variable of the environment that is not set; earlier builds accepted it."""
+    tree = compose_tree(QUICKSTART, ["control.token=secret"])
+    tree["control"][name] = token
+    config = validate_tree(tree)
+    (issue,) = check_run(config, cores=2)
+    assert (issue.path, issue.message.partition(":")[0]) == (
+        f"control.{name}",
+        "is empty, so that calls would need none",
+    )
+    assert check_run(config, cores=2, started=True) == []
+    assert f"{issue} (accepted, because the run was started with it)" in caplog.text
+
+
+def test_a_recorded_run_without_a_token_stays_on_its_host():
+    config = validate_tree(compose_tree(QUICKSTART, ["control.host=0.0.0.0", "control.token=''"]))
+    assert [issue.path for issue in check_run(config, cores=2, started=True)] == ["control.host"]
+
+
 def test_more_cores_allow_more_workers():
     assert problems("rollout.num_workers=9", cores=6) == {}
 
