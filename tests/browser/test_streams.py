@@ -119,3 +119,15 @@ def test_a_run_that_is_resumed_after_its_end_is_followed_again(control_url: str,
     show(page, hidden=True)
     show(page, hidden=False)
     page.locator("#state", has_text="running").wait_for()
+
+
+def test_a_run_that_has_ended_is_looked_at_soon_after_the_service_is_back(control_url: str, page: Any) -> None:
+    with page.expect_response(lambda each: each.status == 204):
+        page.goto(f"{control_url}/ui/#/mesh/pond")
+    page.route("**/events?*", lambda route: refuse(route, 503, "unreachable", "restarting"))
+    show(page, hidden=True)
+    show(page, hidden=False)
+    page.get_by_text("No new events: restarting").wait_for()
+    page.unroute("**/events?*")
+    page.locator("#lost:empty").wait_for(state="attached", timeout=10_000)
+    page.problems.clear()  # Chromium reports the 503 itself

@@ -12,6 +12,7 @@ from redis import Redis
 
 from offbeat.deploy.console.server import FolderRuns, create_folder_api
 from offbeat.services.control.interfaces import Health, Observation
+from offbeat.services.control.run import RunState
 from offbeat.services.keys import RunKeys
 from tests.browser.conftest import HOSTILE, find_violations, serving
 from tests.deploy.console.folders import write_run
@@ -213,6 +214,28 @@ def test_curves_follow_an_active_run_beside_one_that_has_ended(control_url: str,
     page.goto(f"{control_url}/ui/#/curves/pond?runs=pond,lake")
     page.locator(".uplot canvas").first.wait_for()
     for _ in range(2):  # the first is due to what the stream says at its end
+        with page.expect_request(lambda each: "/runs/lake/series" in each.url):
+            pass
+
+
+def test_curves_of_ended_runs_are_read_no_more_and_those_of_a_resumed_one_are(
+    control_url: str, redis_url: str, page: Any
+) -> None:
+    """Beside an ended run; what has not changed is not drawn anew, as it would lose its zoom."""
+    with Redis.from_url(redis_url) as redis:
+        redis.hset(RunKeys("lake").record, mapping={"state": RunState.FINISHED, "ended_at": 1.0})
+        page.goto(f"{control_url}/ui/#/curves/pond?runs=pond,lake")
+        page.locator(".uplot canvas").first.wait_for()
+        page.evaluate("document.querySelector('.uplot').id = 'first'")
+        asked: list[str] = []
+        for _ in range(2):
+            for _ in range(2):  # the first reads them once more
+                with page.expect_request(lambda each: each.url.endswith("/runs/lake")):
+                    pass
+            page.on("request", lambda each: asked.append(each.url))
+        assert not [url for url in asked if "/series" in url]
+        assert page.locator("#first").count() == 1
+        redis.hset(RunKeys("lake").record, mapping={"state": RunState.RUNNING, "ended_at": 0.0})
         with page.expect_request(lambda each: "/runs/lake/series" in each.url):
             pass
 

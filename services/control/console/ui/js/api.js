@@ -10,10 +10,7 @@ const UNREACHABLE = "unreachable";
 
 /** Refusal by the service: what is wrong, and for a configuration each key. */
 export class Refusal extends Error {
-  /**
-   * @param {number} status
-   * @param {{code: string, message: string, problems?: {path: string, message: string, suggestion: string | null}[]}} body
-   */
+  /** @param {number} status @param {{code: string, message: string, problems?: {path: string, message: string, suggestion: string | null}[]}} body */
   constructor(status, body) {
     super(body.message);
     this.status = status;
@@ -118,6 +115,7 @@ export function listen(run, listeners, fromStart = false) {
       await read(signal);
     } catch (error) {
       if (signal.aborted) return;
+      reopenMs = REOPEN_MS;
       sayLost(/** @type {Error} */ (error).message);
       if (!isPassing(error)) return end();
     }

@@ -19,8 +19,7 @@ const MARKS = { changed: { color: "#d55e00", dash: [4, 4] }, died: { color: "#cc
 /** Return a run's value at x, straight between its points; null outside. @param {Columns} columns @param {number} x */
 function at({ x: places, values }, x) {
   if (!places.length || x < places[0] || x > places[places.length - 1]) return null;
-  let low = 0;
-  let high = places.length - 1;
+  let [low, high] = [0, places.length - 1];
   while (low < high) {
     const middle = (low + high) >> 1;
     if (places[middle] < x) low = middle + 1;
@@ -113,29 +112,38 @@ export async function show(context, main) {
       } }), run.id))),
     list, charts, chosen.size > 1 ? differences([...chosen]) : "");
 
-  let plots = /** @type {any[]} */ ([]);
+  const plots = /** @type {any[]} */ ([]);
+  let drawn = "";
   const draw = async () => {
     const [ids, answers] = [[...chosen], await read()];
+    // What is drawn anew loses its zoom
+    if (drawn === (drawn = JSON.stringify([answers.map((each) => [each.names, each.series]), run?.changes, deaths]))) return;
     const all = [...new Set(answers.flatMap((answer) => answer.names))];
     names = asked ? asked.split(",") : DEFAULT.filter((name) => all.includes(name));
     if (metrics.childElementCount !== all.length) metrics.replaceChildren(...all.map((name) => h("option", { value: name })));
     const isMarked = axis !== "trajectories" && chosen.has(context.run);
     const marks = isMarked ? [...changesOf(run), ...deaths].filter((mark) => mark.step !== null).sort((a, b) => a.at - b.at) : [];
     list.replaceChildren(marks.length ? legend(marks) : "");
-    plots.forEach((plot) => plot.destroy());
-    plots = [];
+    plots.splice(0).forEach((plot) => plot.destroy());
     charts.replaceChildren(names.length ? "" : h("p", { class: "soft" }, "There are no metrics yet."), ...names.map((name) => {
       const present = ids.map((id, i) => ({ id, i, columns: /** @type {Columns} */ (answers[i].series[name]) })).filter((each) => each.columns);
       const place = h("div", { class: "chart" });
       const last = answers.map((answer) => short(answer.last[name])).join(", ");
-      requestAnimationFrame(() => present.length && plots.push(plot(place, name, present, axis, band, marks)));
+      requestAnimationFrame(() => present.length && plots.push(plot(place, present, axis, band, marks)));
       return h("section", {}, h("h2", {}, name), h("p", { class: "soft" }, present.length ? `newest: ${last}` : "The runs have no such metric."), present.length ? place : "");
     }));
   };
   await draw();
-  let due = false;
   // Of other runs no events arrive
-  const others = context.runs.some((each) => chosen.has(each.id) && each.id !== context.run && !each.ended_at);
+  const others = [...chosen].filter((id) => id !== context.run);
+  let [due, followed, pending] = [false, others.length > 0, /** @type {Promise<void> | null} */ (null)];
+  const refresh = async () => {
+    const views = await Promise.all(others.map((id) => get(`/runs/${encodeURIComponent(id)}`)));
+    const [active, isDue] = [views.some((each) => !each.ended_at), due || followed];  // once more after an end
+    [due, followed] = [false, active];
+    if (active || isDue) await draw();
+  };
+  const follow = () => { pending ??= refresh().catch(() => { due = true; }).finally(() => { pending = null; }); };
   const on = {
     run: (/** @type {any} */ view) => { run = view; due = true; },
     history: (/** @type {any} */ { event, at, detail }) => {
@@ -144,19 +152,12 @@ export async function show(context, main) {
       due = true;
     },
   };
-  const timer = setInterval(() => { if ((due || others) && !document.hidden) { due = false; draw(); } }, REFRESH_MS);
+  const timer = setInterval(() => document.hidden || follow(), REFRESH_MS);
   return { on, fromStart: true, leave: () => { clearInterval(timer); plots.forEach((each) => each.destroy()); } };
 }
 
-/**
- * @param {HTMLElement} place
- * @param {string} name
- * @param {{id: string, i: number, columns: Columns}[]} present
- * @param {string} axis
- * @param {boolean} band
- * @param {Mark[]} marks
- */
-function plot(place, name, present, axis, band, marks) {
+/** @param {HTMLElement} place @param {{id: string, i: number, columns: Columns}[]} present @param {string} axis @param {boolean} band @param {Mark[]} marks */
+function plot(place, present, axis, band, marks) {
   const ink = getComputedStyle(document.body).color;
   const aligned = align(present.map((each) => each.columns));
   const lines = present.map((each) => ({ label: each.id, stroke: category(each.i), width: 1.5, spanGaps: true }));
