@@ -102,7 +102,7 @@ class RunFactory(BufferReader, Recipes, Protocol):
         ...
 
     def reproduce(self, record: RunRecord, step: int) -> tuple[bool, Mapping[str, Any]]:
-        """Repeat training up to `step`; return whether weights are equal, and the result. Raises `ControlError`."""
+        """Repeat training up to `step`; return whether compared weights are equal, and the result. Raises `ControlError`."""
         ...
 
     def plan(self, record: RunRecord, settings: Settings) -> Mapping[str, Any]:

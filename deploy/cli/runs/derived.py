@@ -44,7 +44,7 @@ def reproduce_run(url: str, token: str | None, run_id: str, step: int, *, as_jso
             await asyncio.sleep(POLL_S)
             view = await client.reproduction(run_id)
         show_answer(view, as_json=as_json, otherwise=lambda: _describe(view))
-        return DONE if view.state is ReproductionState.EQUAL else NOT_EQUAL
+        return DONE if view.state in (ReproductionState.EQUAL, ReproductionState.TRAINED) else NOT_EQUAL
 
     return call(url, token, ask)
 
@@ -54,7 +54,7 @@ def _describe(view: ReproductionView) -> str:
     match view.state:
         case ReproductionState.FAILED:
             return f"step {view.step} can't be reproduced: {view.error}"
-        case ReproductionState.EQUAL if not compared:
+        case ReproductionState.TRAINED:
             return f"step {view.step} is trained again; there is no later checkpoint to compare the weights with"
         case _:
             return f"step {view.step}: the weights of {len(compared)} checkpoint(s) are {view.state.value}"

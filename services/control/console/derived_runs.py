@@ -59,10 +59,8 @@ class DerivedRuns:
 
         def work() -> dict[str, Any]:
             equal, result = self._service.factory.reproduce(record, step)
-            return {
-                "state": ReproductionState.EQUAL if equal else ReproductionState.DIFFERENT,
-                "result": dict(result),
-            }
+            state = ReproductionState.EQUAL if equal else ReproductionState.DIFFERENT
+            return {"state": state if result["compared"] else ReproductionState.TRAINED, "result": dict(result)}
 
         return await self._reproductions.begin(
             record, ReproductionView(state=ReproductionState.RUNNING, step=step), work

@@ -267,8 +267,10 @@ class ReproductionState(StrEnum):
     NONE = "none"
     RUNNING = "running"
     EQUAL = "equal"
-    """Bitwise, or no checkpoint to compare."""
+    """Bitwise."""
     DIFFERENT = "different"
+    TRAINED = "trained"
+    """Without a later checkpoint to compare."""
     FAILED = "failed"
 
 

@@ -124,9 +124,11 @@ def test_a_change_that_fits_nothing_is_refused(changes: dict[str, object], probl
         fork_config({"a": 1}, RECORD, 4, "/c", changes)
 
 
-async def test_a_reproduction_runs_beside_and_its_result_is_kept(api: ApiHarness) -> None:
+@pytest.mark.parametrize(("step", "state"), [(2, "equal"), (3, "trained")])
+async def test_a_reproduction_runs_beside_and_its_result_is_kept(api: ApiHarness, step: int, state: str) -> None:
+    """It is not said to be equal where there is no checkpoint to compare."""
     assert (await api.http.get("/runs/lake/reproduce")).json()["state"] == "none"
-    begun = await api.http.post("/runs/lake/reproduce?step=2")
+    begun = await api.http.post(f"/runs/lake/reproduce?step={step}")
     assert (begun.status_code, begun.json()["state"]) == (202, "running")
 
     async def has_ended() -> bool:
@@ -134,7 +136,7 @@ async def test_a_reproduction_runs_beside_and_its_result_is_kept(api: ApiHarness
 
     await wait_until(has_ended)
     ended = (await api.http.get("/runs/lake/reproduce")).json()
-    assert (ended["state"], ended["step"], ended["result"]["steps"]) == ("equal", 2, [2])
+    assert (ended["state"], ended["step"], ended["result"]["steps"]) == (state, step, [step])
     assert ended["ended_at"] >= ended["began_at"]
 
 
