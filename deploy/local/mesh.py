@@ -199,7 +199,7 @@ class LocalMesh:
                 pipe.hset(key, mapping=cast(dict[Any, Any], fields))
             return holder
 
-        holder = redis.transaction(write, key, value_from_callable=True)
+        holder = redis.transaction(cast(Any, write), key, value_from_callable=True)
         if holder != ours:
             self.owns_run = holder == [None, None]
             what = "was deleted" if self.owns_run else "is another command's by now"
