@@ -4,6 +4,7 @@ Invariants: training never waits for it; each evaluation is rendered once, also 
 anew; one that can't be rendered keeps no other from it.
 """
 
+import hashlib
 import logging
 import os
 import re
@@ -51,6 +52,8 @@ class EvaluationRenderer:
     now: Callable[[], float] = time.monotonic
     _failed: dict[Path, tuple[float, float]] = field(default_factory=dict[Path, tuple[float, float]])
     """Monotonic time of the next try, and the wait after it."""
+    _rendered: dict[Path, tuple[int, int]] = field(default_factory=dict[Path, tuple[int, int]])
+    """Time of change and size of evaluations that are on their pages."""
 
     def render_new(self) -> int:
         """Render what has no page, or an older one; return the number of pages."""
@@ -60,9 +63,14 @@ class EvaluationRenderer:
         return sum(self._try_render(path) for _, path in sorted(files) if self._is_new(path))
 
     def _is_new(self, path: Path) -> bool:
-        """Return whether the page is missing or of an earlier run; whole seconds, as some file systems keep no more."""
-        page = self._page(path)
-        return not page.exists() or int(page.stat().st_mtime) < int(path.stat().st_mtime)
+        """Return whether the page is missing, or of other rows, as by an earlier run."""
+        page, stat = self._page(path), path.stat()
+        if not page.exists():
+            return True
+        seen = (stat.st_mtime_ns, stat.st_size)
+        if self._rendered.get(path) != seen and page.read_bytes().endswith(_mark(path)):
+            self._rendered[path] = seen
+        return self._rendered.get(path) != seen
 
     def _try_render(self, path: Path) -> bool:
         retry_at, wait_s = self._failed.get(path, (0.0, POLL_S))
@@ -83,8 +91,7 @@ class EvaluationRenderer:
 
     def _render(self, path: Path) -> None:
         played: list[PlayedEpisode] = []
-        modified = path.stat().st_mtime
-        page = self._page(path)
+        mark, page = _mark(path), self._page(path)
         for _, recorded in zip(range(self.limit), read_episodes(path, path.stem), strict=False):
             try:
                 played.append(play_again(self, recorded))
@@ -94,8 +101,14 @@ class EvaluationRenderer:
         write_gif(page.with_suffix(".gif"), played)
         part = page.with_suffix(".part")
         write_html(part, played, title=f"Evaluation {path.stem}")
-        os.utime(part, (modified, modified))
+        with part.open("ab") as file:
+            file.write(mark)
         part.replace(page)  # last: it marks the evaluation as rendered
+
+
+def _mark(path: Path) -> bytes:
+    """Return the end of a page with these rows."""
+    return f"\n<!-- rows {hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()} -->\n".encode()
 
 
 @contextmanager

@@ -70,11 +70,22 @@ def test_an_evaluation_of_a_later_run_replaces_the_page_of_an_earlier_one(tmp_pa
     assert renderer.render_new() == 1
     evaluation, page = tmp_path / "evaluations" / "during-sampled-10.jsonl", tmp_path / "episodes" / "step-10"
     evaluation.write_text(evaluation.read_text().replace(str(2**31), "12345"))
-    later = evaluation.stat().st_mtime + 5
-    os.utime(evaluation, (later, later))
+    os.utime(evaluation, (1, 1))  # as restored
     assert renderer.render_new() == 1
     assert "12345" in (page / "during-sampled.html").read_text()
     assert renderer.render_new() == 0
+
+
+def test_a_copy_of_evaluations_is_not_rendered_again(tmp_path: Path):
+    """Whatever its times."""
+    run = learner_run(tmp_path)
+    write_evaluation(tmp_path, "during-sampled-10", count=1)
+    fields = (run.config.custom_envs, tmp_path / "evaluations", tmp_path / "episodes", 2)
+    assert EvaluationRenderer(*fields).render_new() == 1
+    evaluation = tmp_path / "evaluations" / "during-sampled-10.jsonl"
+    later = evaluation.stat().st_mtime + 5
+    os.utime(evaluation, (later, later))
+    assert EvaluationRenderer(*fields).render_new() == 0
 
 
 def test_an_evaluation_that_can_not_be_rendered_keeps_no_later_one(tmp_path: Path, caplog: pytest.LogCaptureFixture):
