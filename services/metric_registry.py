@@ -208,7 +208,12 @@ METRICS: tuple[Metric, ...] = (
         "versions",
         "Versions between a trajectory's oldest and newest token.",
     ),
-    Metric("learner", "env/{tag}/{*}", "", "Mean of a metric that the tag's envs, tools or agents report, as `ended_by_error` or `masked_tokens`."),
+    Metric(
+        "learner",
+        "env/{tag}/{*}",
+        "",
+        "Mean of a metric that the tag's envs, tools or agents report, as `ended_by_error` or `masked_tokens`.",
+    ),
     Metric(
         "learner",
         "time/{stage}_s",

@@ -1,7 +1,7 @@
 """Descriptors that are opened together: all of them, or none."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 
@@ -19,7 +19,7 @@ def duplicate(first: int, second: int) -> tuple[int, int]:
 
 
 @contextmanager
-def closing_on_error(descriptors: Sequence[int]) -> Iterator[None]:
+def closing_on_error(descriptors: Sequence[int]) -> Generator[None]:
     try:
         yield
     except BaseException:

@@ -98,6 +98,8 @@ def fork_config(
     parent = record.output_dir.rstrip("/").rpartition("/")[0]
     # The application that the mesh chose for the other run is in use as long as that runs
     tree.setdefault("actor_infer", {})["app"] = None
+    # Folders of the run's alone: evaluations rendered there would count as the fork's
+    tree |= {key: None for key in ("logging_dir", "render_save_dir") if key in tree}
     for key, value in changes.items():
         _set(tree, key.split("."), value, key)
     folder = changes.get("output_dir", f"{parent}/{name}")

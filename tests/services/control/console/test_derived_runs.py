@@ -99,13 +99,16 @@ async def test_a_fork_needs_a_checkpoint_of_that_step(api: ApiHarness, checkpoin
 
 
 def test_changes_are_merged_into_the_configuration() -> None:
-    config = {"a": {"b": 1, "c": {"d": 2}}, "actor_infer": {"app": "x"}}
-    tree = fork_config(config, RECORD, 4, "/c", {"a.c.d": 3, "a": {"b": 5}, "exp_name": "other"})
+    config = {"a": {"b": 1, "c": {"d": 2}}, "actor_infer": {"app": "x"}, "render_save_dir": "/r", "logging_dir": "/l"}
+    changes = {"a.c.d": 3, "a": {"b": 5}, "exp_name": "other", "logging_dir": "/m"}
+    tree = fork_config(config, RECORD, 4, "/c", changes)
     assert tree == {
         "a": {"b": 5, "c": {"d": 3}},
         "actor_infer": {"app": None},
         "exp_name": "other",
+        "logging_dir": "/m",
         "output_dir": "/runs/other",
+        "render_save_dir": None,
         "resume_from_checkpoint": "/c",
     }
     assert config["a"] == {"b": 1, "c": {"d": 2}}
