@@ -119,7 +119,7 @@ class McpServer:
             if not ready.done():
                 is_late = isinstance(error, TimeoutError)
                 ready.set_exception(ConnectionError(f"no connection in {CONNECT_TIMEOUT_S:g} s") if is_late else error)
-                ready.exception()  # nobody may wait for it
+                ready.exception()  # retrieved, as no call may wait for it
 
     async def _disconnect(self) -> None:
         connection, self._connection_task, self._client = self._connection_task, None, None

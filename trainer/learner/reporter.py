@@ -82,7 +82,7 @@ class LearnerReporter:
         self._sink.append(MetricRecord("learner", {}, labels={"phase": text}))
 
     def record_rewind(self, step: int) -> None:
-        """Tell readers of metrics that evaluations after `step` are of weights that are given up."""
+        """Record that evaluations after `step` are of weights that are given up."""
         self._sink.append(MetricRecord("learner", {}, labels={REWOUND_TO: str(step)}))
 
     def set_activity(self, stage: str, *, step: int, **detail: float | str) -> None:

@@ -45,9 +45,9 @@ def wait_for_room(
                 reporter.set_problem("")
             return result
         except OSError as error:
-            is_waiting = True
             if error.errno not in FULL_DISK:
                 raise
+            is_waiting = True
             if should_stop():
                 raise StoppedError from error
             reporter.set_problem(f"{folder} can't be written ({error})")
