@@ -149,7 +149,7 @@ def test_online_pairs_of_answers_survive_the_kills_of_judge_and_learner(cluster:
     started = post(cluster, yaml.safe_dump(tree | SHORT_ONLINE))
     assert started.status_code == 201, started.text
     wait_until_sync(lambda: step(cluster, "pairs") >= 1, timeout_s=240, every_s=0.2)
-    for name in ("ServeReplica:reward-pairs-judge", "offbeat.trainer.cli"):
+    for name in ("ServeReplica:reward-pairs:judge", "offbeat.trainer.cli"):
         (process,) = cluster.living(name)
         process.kill()
     wait_until_sync(lambda: state(cluster, "pairs") == "finished", timeout_s=240, every_s=0.2)
@@ -168,7 +168,7 @@ def test_online_pairs_of_answers_survive_the_kills_of_judge_and_learner(cluster:
     path, plain = f"/runs/pairs/trajectories/{groups[-1].number}/0", {"accept": "application/json"}
     trajectory = cluster.api.get(path, headers=plain).json()
     assert trajectory["segments"][0]["images"], trajectory
-    wait_until_sync(lambda: not cluster.living("ServeReplica:reward-pairs-judge"), timeout_s=60, every_s=0.2)
+    wait_until_sync(lambda: not cluster.living("ServeReplica:reward-pairs:judge"), timeout_s=60, every_s=0.2)
 
 
 def test_sft_is_paused_changed_stopped_and_resumed_over_rest(cluster: RayCluster) -> None:

@@ -44,7 +44,7 @@ def test_killed_learner_and_reward_replica_lose_no_group(train: TrainProcess, tm
     train.wait_for_step(2)
     train.kill("offbeat.trainer.cli")
     train.wait_for_step(4)
-    train.kill("ray::ServeReplica:reward-rlvr-boxed")
+    train.kill("ray::ServeReplica:reward-rlvr:boxed")
     assert train.wait() == 0, train.output
     report = train.report()
     assert (report["pipeline"], report["steps"], report["groups_trained"]) == ("rlvr", STEPS, STEPS * 8)
