@@ -94,11 +94,13 @@ custom_envs:
     execution: inline
     env_config: {{largest: 9}}
 warm_start: {{demos: "{name}:random_episode", tag: {cls}, steps: 60}}
-train_env_manager: {{num_env_groups: 16, group_size: 8}}
-rollout_batch_size: 64
+train_env_manager: {{num_env_groups: 64, group_size: 8}}
+rollout_batch_size: 256
 sequence_length: 64
-max_steps: 60
+max_steps: 150
 reward_normalization: {{method: mean}}
+zero_variance: train       # groups that agree have no signal but the entropy bonus
+entropy_loss_coef: 0.02    # or the policy always says 9, which is right for a fifth
 """
 
 
