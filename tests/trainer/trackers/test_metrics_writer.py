@@ -177,8 +177,10 @@ def test_retries_at_a_full_disk_double_nothing_and_leak_no_descriptor(
     monkeypatch.setattr(LinesFile, "append", fail_first)
     with Redis.from_url(redis_url) as redis, MetricsWriter(redis, "run", tmp_path, ["tensorboard"], 0):
         RedisMetrics(redis, "run").append(record(1, 0.25))
-        wait_until_sync(lambda: len(rows(tmp_path)) == 1)
+        path = tmp_path / "metrics.jsonl"  # unread until the end, as its descriptors are counted
+        wait_until_sync(lambda: path.exists() and path.stat().st_size > 0)
     assert set(failures) == {1}
+    assert len(rows(tmp_path)) == 1
     assert scalars(tmp_path, "learner/reward") == [(1, 0.25)]
 
 
