@@ -27,6 +27,7 @@ class PartTimes:
         self._rows = {part: row for row, part in enumerate(parts)}
         shape = (len(parts), len(PartTime._fields))
         self._values = np.memmap(path, np.float64, "r+" if path.exists() else "w+", shape=shape)
+        self._cells = memoryview(self._values)  # adding to one takes a tenth of the time of NumPy
         self._inner: list[list[float]] = []
 
     def read(self) -> dict[str, PartTime]:
@@ -37,7 +38,7 @@ class PartTimes:
         setattr(owner, name, self._timed(getattr(owner, name), part))
 
     def _timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
-        row = self._values[self._rows[part]]
+        row, cells = self._rows[part], self._cells
 
         @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -51,6 +52,8 @@ class PartTimes:
                 if self._inner:
                     self._inner[-1][0] += cpu
                     self._inner[-1][1] += wall
-                row[:] += (1.0, cpu - inner_cpu, wall - inner_wall)
+                cells[row, 0] += 1.0
+                cells[row, 1] += cpu - inner_cpu
+                cells[row, 2] += wall - inner_wall
 
         return timed
