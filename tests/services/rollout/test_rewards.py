@@ -20,7 +20,7 @@ from offbeat.services.rollout.data.config import DataConfig
 from offbeat.services.rollout.worker import WorkerEnd
 from tests.fakes_rollout import FakeGeneration
 from tests.services.rollout.worker_bench import group
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 HERE = f"{__name__}:"
 TRUTH = {"name": "truth", "kind": "function", "path": HERE + "is_truth"}
@@ -148,14 +148,14 @@ async def test_a_worker_whose_rewards_hang_asks_to_be_replaced(bench, saying, tm
     hanging = {"name": "hanging", "kind": "function", "path": HERE + "hang", "timeout_s": 0.1, "max_attempts": 1}
     tasks = [task for number in range(MAX_HUNG_THREADS // 2) for task in group(number)]
     async with bench(*tasks, generation=saying("Left"), **settings(tmp_path, hanging)) as b:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             assert await b.running is WorkerEnd.WORN_OUT
         GATE.set()
     assert {reason for _, reason in b.buffer.failed} == {"reward_timeout"}
     assert len(b.buffer.failed) < len(tasks)
     assert b.buffer.released == 1
     hung = [record.values["hung_threads"].value for record in b.metrics.records if "hung_threads" in record.values]
-    assert max(hung) == MAX_HUNG_THREADS
+    assert max(hung) >= MAX_HUNG_THREADS, "calls that run by then hang as well"
 
 
 async def test_a_cancelled_episode_leaves_its_reward(bench, saying, tmp_path: Path):
