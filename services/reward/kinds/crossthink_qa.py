@@ -7,7 +7,7 @@ from offbeat.envs.dataset.qa import normalize
 from offbeat.envs.dataset.text_tables import spellings
 from offbeat.services.reward.function import require_truth
 from offbeat.services.reward.kinds.config import CrossThinkQAConfig
-from offbeat.services.reward.kinds.multiple_choice import read_letter
+from offbeat.services.reward.kinds.multiple_choice import CHOICE, read_letter
 from offbeat.services.reward.sample import RewardSample, final_text
 
 TAGS = ("<think>", "</think>")
@@ -54,6 +54,6 @@ def _answer(text: str) -> str | None:
 def _is_same(answer: str, gold: str) -> bool:
     if len(answer) > MAX_ANSWER_CHARS:
         return False
-    if (letter := read_letter(gold)) is not None:
+    if (letter := read_letter(gold, CHOICE)) is not None:
         return read_letter(answer) == letter
     return normalize(answer) == normalize(gold)

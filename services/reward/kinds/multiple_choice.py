@@ -10,7 +10,9 @@ from offbeat.services.reward.sample import RewardSample, final_text
 
 _WRAPPER = re.compile(r"\\(?:text\w*|math(?:rm|bf|it|tt|sf))\s*\{([^{}]*)\}")
 _LETTER = re.compile(r"[\s($\[]*([A-Za-z])(?:[\s)$\].]*|[).:]\s.*)", re.DOTALL)
-"""`B`, `(B)`, `B.`, `B) text`; not `B or C`, `Both`."""
+"""`B`, `(B)`, `B.`, `B) text`, `B. text`; not `B or C`, `Both`."""
+CHOICE = re.compile(r"[\s($\[]*([A-Za-z])(?:[\s)$\].]*|\)\s.*)", re.DOTALL)
+"""`B`, `(B)`, `B.`, `B) text`; not `E. coli`, `n: 5`."""
 MAX_CHARS = 500
 
 
@@ -34,9 +36,9 @@ class MultipleChoice:
         return letter
 
 
-def read_letter(text: str) -> str | None:
+def read_letter(text: str, pattern: re.Pattern[str] = _LETTER) -> str | None:
     """Return the only letter of a choice, in upper case, or None."""
     if len(text) > MAX_CHARS:
         return None
-    match = _LETTER.fullmatch(_WRAPPER.sub(r"\1", text))
+    match = pattern.fullmatch(_WRAPPER.sub(r"\1", text))
     return match[1].upper() if match else None

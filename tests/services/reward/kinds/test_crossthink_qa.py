@@ -52,6 +52,27 @@ def test_a_letter_is_compared_as_one():
     assert score("crossthink_qa", "<answer>A or B</answer>", "b") == 0.0
 
 
+@pytest.mark.parametrize("gold", ["b", "(B)", "B.", r"\text{B}", "B) Paris", "(B) Paris"])
+@pytest.mark.parametrize(("answer", "expected"), [("B", 1.0), ("b. Paris", 1.0), ("A", 0.0), ("Paris", 0.0)])
+def test_choices_are_compared_by_their_letters(gold: str, answer: str, expected: float):
+    assert score("crossthink_qa", f"<answer>{answer}</answer>", gold) == expected
+
+
+@pytest.mark.parametrize(
+    ("gold", "right", "wrong"),
+    [
+        ("E. coli", "E coli", "E. faecalis"),
+        ("E. coli", "e. coli", "E"),
+        ("J. K. Rowling", "J K Rowling", "J. R. R. Tolkien"),
+        ("T. rex", "T rex", "T. Rix"),
+        ("n: 5", "n: 5", "n: 7"),
+    ],
+)
+def test_a_text_that_begins_with_an_initial_is_no_choice(gold: str, right: str, wrong: str):
+    assert score("crossthink_qa", f"<answer>{right}</answer>", gold) == 1.0
+    assert score("crossthink_qa", f"<answer>{wrong}</answer>", gold) == 0.0
+
+
 def test_a_row_without_truth_fails():
     with pytest.raises(RewardError) as raised:
         score("crossthink_qa", GOOD)
