@@ -41,6 +41,7 @@ LINEAR = {
 CHANGES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 8},
     "qwen2_moe": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": None},
     "qwen3_moe": EXPERTS | {"num_experts": 4, "head_dim": 16},
     "qwen3": {"head_dim": 16},
     "gemma2": {"head_dim": 16, "sliding_window": 8},

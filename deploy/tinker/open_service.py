@@ -30,7 +30,7 @@ REDIS_CONNECTIONS = 256
 
 
 class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """weights: file of the base model, written by the learner; generation, tinker: JSON of configs."""
+    """weights: file of the base model, provided by the learner; generation, tinker: JSON of configs."""
 
     name: str
     redis_url: str

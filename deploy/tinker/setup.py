@@ -66,6 +66,7 @@ class TinkerSetup:
             redis_url=redis_url,
             folder=str(self.root),
             model=str(self._model),
+            weights=self._weights,
             model_args=train.model_args.without_adapters.model_dump_json(),
             seed=self._config.seed,
             context=self._context,
@@ -88,7 +89,7 @@ class TinkerSetup:
             redis_url=redis_url,
             model=str(self._model),
             model_name=self.model_name,
-            weights=str(weights_file(self.root, self._model)),
+            weights=self._weights,
             generation=infer.model_dump_json(),
             tinker=self._config.tinker.model_dump_json(),
             context=self._context,
@@ -98,6 +99,12 @@ class TinkerSetup:
     def child(self, name: str, module: str, settings: bytes, descriptors: Sequence[int] = ()) -> SupervisedChild:
         log = self.root / "logs" / f"{module.rpartition('.')[2]}.log"
         return SupervisedChild(name, [sys.executable, "-m", module], settings, log, descriptors)
+
+    @property
+    def _weights(self) -> str:
+        """File of the base model that the learner provides for the engine."""
+        engine = self._config.tinker.engine_on(self._config.actor_infer.device)
+        return str(weights_file(self.root, self._model, engine))
 
     @property
     def _context(self) -> int:

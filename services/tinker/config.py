@@ -6,6 +6,8 @@ from pydantic import Field, model_validator
 from offbeat.envs.config import Config
 from offbeat.services.ports import LOOPBACK_NAMES
 
+TinkerEngine = Literal["hf_infer", "vllm"]
+
 
 class TinkerConfig(Config):
     """`offbeat tinker`: models of clients on the policy's base model."""
@@ -16,7 +18,7 @@ class TinkerConfig(Config):
     """0: any free one."""
     model_name: str | None = Field(default=None, min_length=1)
     """Name of the base model for clients; None: `pretrain`, or its folder's name."""
-    engine: Literal["hf_infer", "vllm"] | None = None
+    engine: TinkerEngine | None = None
     """What samples. None: `hf_infer` on a CPU, `vllm` on GPUs."""
     keys_file: Path | None = None
     """File of API keys, one `tml-...` per line; each sees its own models. None: any key, on this machine."""
@@ -42,7 +44,7 @@ class TinkerConfig(Config):
     session_timeout_s: float = Field(default=86400.0, gt=0)
     """Time without a heartbeat after which a session ends. Its models are deleted, their checkpoints stay."""
 
-    def engine_on(self, device: str) -> Literal["hf_infer", "vllm"]:
+    def engine_on(self, device: str) -> TinkerEngine:
         """Return the engine. device: `actor_infer.device`"""
         return self.engine or ("hf_infer" if device == "cpu" else "vllm")
 

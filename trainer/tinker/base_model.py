@@ -6,8 +6,12 @@ Invariant: a server's folder belongs to one base model.
 import json
 from pathlib import Path
 
+from torch import nn
+
 from offbeat.services.durable_files import sync_folder, write_json
 from offbeat.services.errors import MeshError
+from offbeat.services.generation.tensor_file import TensorFile
+from offbeat.services.tinker.config import TinkerEngine
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.models.export import WEIGHTS
 from offbeat.trainer.models.loading import load_policy
@@ -48,16 +52,35 @@ def load_base(model: Path, args: ModelArgs, seed: int) -> PackedPolicy:
     return load_policy(model, args.without_adapters, seed)
 
 
-def weights_file(root: Path, model: Path) -> Path:
+def weights_file(root: Path, model: Path, engine: TinkerEngine) -> Path:
+    """Return the engine's file; vLLM reads the checkpoint's names and shapes, `hf_infer` those of the learner's model."""
     own = model / WEIGHTS
-    return own if own.is_file() else root / EXPORTED
+    return own if engine == "vllm" and own.is_file() else root / EXPORTED
 
 
-def export_base(policy: PackedPolicy, root: Path, model: Path) -> None:
-    """Write the engine's file unless the model's folder has one."""
+def export_base(policy: PackedPolicy, root: Path, path: Path, model: Path) -> None:
+    """Provide the engine's file, as a link where the model's own fits. path: of `weights_file`."""
     (root / WITHOUT_BUFFERS).unlink(missing_ok=True)
-    path = weights_file(root, model)
-    if path.parent != root or path.exists():
+    if path.exists():
         return
-    # tied weights once, under the name that the engine knows
-    write_tensors(path, {name: each.detach().cpu() for name, each in named_weights(policy.model)})
+    own = model / WEIGHTS
+    if own.is_file() and _fits(policy.model, own):
+        _link(path, own)
+    else:  # tied weights once, under the name that the engine knows
+        write_tensors(path, {name: each.detach().cpu() for name, each in named_weights(policy.model)})
+
+
+def _fits(model: nn.Module, path: Path) -> bool:
+    """Return whether a file has a model's names and shapes; mixtures of experts in memory differ from their files."""
+    wanted = {name: each.shape for name, each in named_weights(model)}
+    with TensorFile(path) as file:
+        names = set(file.names()) - (model.state_dict().keys() - wanted.keys())  # tied ones may be there twice
+        return names == wanted.keys() and all(file.get_tensor(name).shape == wanted[name] for name in names)
+
+
+def _link(path: Path, target: Path) -> None:
+    temporary = path.with_name(f".{path.name}")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target.resolve())
+    temporary.replace(path)
+    sync_folder(path.parent)

@@ -30,12 +30,13 @@ EXIT_FENCED = 3
 
 
 class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """folder: of the server; model: of the base model; model_args: JSON of `ModelArgs`."""
+    """folder: of the server; model: of the base model; weights: file for the engine; model_args: JSON of `ModelArgs`."""
 
     name: str
     redis_url: str
     folder: str
     model: str
+    weights: str
     model_args: str
     seed: int
     context: int
@@ -54,7 +55,7 @@ def main() -> int:
     with (root / LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         policy = load_base(model, ModelArgs.model_validate_json(settings.model_args), settings.seed).to(settings.device)
-        export_base(policy, root, model)
+        export_base(policy, root, Path(settings.weights), model)
 
         def should_retry(error: Exception) -> bool:
             return learner.should_retry(error)

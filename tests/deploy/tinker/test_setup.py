@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from offbeat.deploy import run_folder
@@ -9,8 +10,10 @@ from offbeat.deploy.config.loader import read_run
 from offbeat.deploy.tinker.setup import TinkerSetup
 from offbeat.services.errors import MeshError
 from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.generation.hf.model import PolicyModel
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
+from offbeat.trainer.models.lora import named_weights
 from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.tinker.base_model import MARKER, WITHOUT_BUFFERS, export_base, load_base, weights_file
 from tests.families import write_family
@@ -99,6 +102,26 @@ def test_the_engines_file_has_the_bases_buffers(tmp_path: Path) -> None:
     base = load_base(tmp_path, ModelArgs(), seed=1)
     former = tmp_path / WITHOUT_BUFFERS  # of an earlier build, which an engine must not read before the learner is up
     former.touch()
-    export_base(base, tmp_path, tmp_path)
-    assert "model.layers.1.mlp.gate.e_score_correction_bias" in load_file(weights_file(tmp_path, tmp_path))
+    path = weights_file(tmp_path, tmp_path, "hf_infer")
+    export_base(base, tmp_path, path, tmp_path)
+    assert "model.layers.1.mlp.gate.e_score_correction_bias" in load_file(path)
     assert not former.exists()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "mixtral", "qwen3"])
+def test_hf_infer_reads_a_base_whose_file_has_other_names(tmp_path: Path, family: str) -> None:
+    """Files of mixtures of experts have a tensor per expert, which transformers fuses as it reads them."""
+    model, root = tmp_path / "model", tmp_path / "root"
+    root.mkdir()
+    write_family(model, family)
+    base = load_base(model, ModelArgs(), seed=1)
+    base.model.save_pretrained(model)
+    path = weights_file(root, model, "hf_infer")
+    for _ in range(2):  # the second time for a learner that starts again
+        export_base(base, root, path, model)
+    weights = PolicyModel(model, torch.float32).read(path).weights
+    wanted = dict(named_weights(base.model))
+    assert weights.keys() == wanted.keys()
+    assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+    assert path.is_symlink() == (family == "qwen3")  # a file that fits is not copied
+    assert weights_file(root, model, "vllm") == model / "model.safetensors"
