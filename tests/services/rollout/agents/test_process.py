@@ -12,9 +12,9 @@ import pytest
 from pydantic import ValidationError
 
 from offbeat.deploy.config.checks.agents import check_agent
+from offbeat.services.awake_clock import AwakeClock
 from offbeat.services.errors import EpisodeError
 from offbeat.services.rollout.agents.pool import AgentOutcome, AgentPool
-from offbeat.services.rollout.agents.process import AgentProcess
 from offbeat.services.rollout.agents.task import AgentTask
 from offbeat.services.rollout.config import AgentRunner
 from tests.waiting import wait_until
@@ -161,7 +161,8 @@ class Agents:
     """A worker's pool, asked for one episode at a time or several."""
 
     def __init__(self, python: str) -> None:
-        self.pool, self._python = AgentPool(), python
+        self.clock, self._python = AwakeClock(), python
+        self.pool = AgentPool(self.clock)
 
     async def run(self, function: str, seed: int = 1, **changes: Any) -> AgentOutcome:
         runner = AgentRunner(path=f"foreign_agents:{function}", python=self._python, **changes)
@@ -258,9 +259,11 @@ async def test_coroutines_share_a_process(agents: Agents):
 
 
 async def test_a_coroutine_is_cancelled_without_harm_to_others(agents: Agents):
-    shared = {"episodes_per_process": 4}
-    others = [asyncio.create_task(agents.run("waits", timeout_s=30.0, **shared)) for _ in range(2)]
-    endless = agents.fail("waits", -1, timeout_s=2.0, **shared)
+    shared = {"episodes_per_process": 4, "cancel_grace_s": 30.0}
+    with agents.clock.stopped():
+        others = [asyncio.create_task(agents.run("waits", timeout_s=30.0, **shared)) for _ in range(2)]
+        endless = asyncio.create_task(agents.fail("waits", -1, timeout_s=0.01, **shared))
+        await wait_for_coroutine(agents)
     assert (await endless).reason == "agent_timeout"
     assert not any(other.done() for other in others)
     outcomes = await asyncio.gather(*others, *(agents.run("waits", timeout_s=30.0, **shared) for _ in range(2)))
@@ -282,14 +285,15 @@ async def test_a_coroutine_alone_in_its_process_cleans_up_before_it_is_killed(
     marker = tmp_path / "marker"
     monkeypatch.setenv("OFFBEAT_TEST_MARKER", str(marker))
     before = children()
+    with agents.clock.stopped():
+        running = asyncio.create_task(agents.run("cleans_up", timeout_s=0.01, cancel_grace_s=30.0))
+        await wait_for_coroutine(agents)
+        if ends == "cancelled":
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
     if ends == "timeout":
-        assert (await agents.fail("cleans_up", timeout_s=2.0)).reason == "agent_timeout"
-    else:
-        running = asyncio.create_task(agents.run("cleans_up"))
-        (process,) = await wait_for_processes(agents)
-        await wait_until(lambda: process.can_cancel)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
+        with pytest.raises(EpisodeError, match="agent_timeout"):
             await running
     assert marker.read_text() == "cleaned up"
     assert children() <= before
@@ -300,8 +304,10 @@ async def test_a_coroutine_that_does_not_clean_up_in_time_is_killed(
 ):
     marker = tmp_path / "marker"
     monkeypatch.setenv("OFFBEAT_TEST_MARKER", str(marker))
-    error = await agents.fail("starts", timeout_s=2.0, cancel_grace_s=0.2)
-    assert error.reason == "agent_timeout"
+    with agents.clock.stopped():
+        failing = asyncio.create_task(agents.fail("starts", timeout_s=0.01, cancel_grace_s=0.2))
+        await wait_until(lambda: marker.exists() and marker.read_text() != "")
+    assert (await failing).reason == "agent_timeout"
     assert not is_alive(int(marker.read_text()))
 
 
@@ -312,9 +318,10 @@ async def test_an_agent_has_ended_although_its_episode_is_cancelled_again(
     """Its process would be free for the next episode, or stay."""
     marker, before = tmp_path / "marker", children()
     monkeypatch.setenv("OFFBEAT_TEST_MARKER", str(marker))
-    timeout_s = 2.0 if first == "timeout" else 300.0
-    running = asyncio.create_task(agents.run("never_ends", timeout_s=timeout_s))
-    await wait_until(marker.exists)
+    timeout_s = 0.01 if first == "timeout" else 300.0
+    with agents.clock.stopped():
+        running = asyncio.create_task(agents.run("never_ends", timeout_s=timeout_s))
+        await wait_until(marker.exists)
     if first == "cancelled":
         running.cancel()
     await wait_until(lambda: marker.read_text() == "cancelled")
@@ -375,10 +382,9 @@ async def test_the_runner_works_in_other_versions_of_python(version: str):
         await other.pool.close()
 
 
-async def wait_for_processes(agents: Agents) -> list[AgentProcess]:
-    processes = agents.pool._processes["Tag"]
-    await wait_until(lambda: bool(processes))
-    return processes
+async def wait_for_coroutine(agents: Agents) -> None:
+    """Wait until an agent's process runs a coroutine, which a cancellation reaches."""
+    await wait_until(lambda: any(process.can_cancel for process in agents.pool._processes["Tag"]))
 
 
 def children() -> set[int]:
