@@ -5,7 +5,13 @@ from typing import Any
 
 from offbeat.deploy.config.importing.report import Outcome
 from offbeat.deploy.config.importing.roll_roles import WITH_IMAGE
-from offbeat.deploy.config.importing.roll_run import STEPS_DEFAULT, estimator_default, is_distillation
+from offbeat.deploy.config.importing.roll_run import (
+    SAMPLING,
+    STEPS_DEFAULT,
+    estimator_default,
+    evaluation_sampling,
+    is_distillation,
+)
 from offbeat.deploy.config.importing.rules import Key, Rule, Tree, get, get_table, missing, no_effect, rename, same
 from offbeat.envs.registry import BUILT_IN, setting_names
 
@@ -265,11 +271,12 @@ def agentic_defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
     if _uses_grouping(tree) and get(tree, "adv_estimator") != "gigpo" and not is_distillation(tree):
         yield "reward_normalization.grouping", "reward_normalization.grouping", GROUPING
     args = "actor_infer.generating_args"
-    for name, value in (("temperature", 0.95), ("top_p", 0.7), ("top_k", 50)):
+    for name, value in SAMPLING.items():
         if get(tree, f"train_env_manager.generating_args.{name}") is None or _engine_args(tree):
             yield f"{args}.{name}", f"{args}.{name}", value
     if get(tree, "train_env_manager.generating_args.max_new_tokens") is None or _engine_args(tree):
         yield f"{args}.max_new_tokens", f"{args}.max_new_tokens", _longest_answer(tree)
+    yield from evaluation_sampling(_engine_args(tree) or get_table(tree, "val_env_manager.generating_args"))
     for name, value in (("num_env_groups", 128), ("group_size", 1)):
         yield f"train_env_manager.{name}", f"train_env_manager.{name}", value
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from offbeat.deploy.config.importing.report import Outcome
 from offbeat.deploy.config.importing.roll_roles import engine_argument, template_outcome
-from offbeat.deploy.config.importing.roll_run import STEPS_DEFAULT, estimator_default
+from offbeat.deploy.config.importing.roll_run import SAMPLING, STEPS_DEFAULT, estimator_default, evaluation_sampling
 from offbeat.deploy.config.importing.rules import (
     Key,
     Rule,
@@ -336,8 +336,10 @@ def rlvr_defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
         yield "sequence_length", "sequence_length", (get(tree, "prompt_length") or PROMPT) + answer
         yield ANSWER, ANSWER, answer
     args = "actor_infer.generating_args"
-    for name, value in (("temperature", 0.95), ("top_p", 0.7), ("top_k", 50)):
+    for name, value in SAMPLING.items():
         yield f"{args}.{name}", f"{args}.{name}", value
+    if "validation" in tree:
+        yield from evaluation_sampling(get_table(tree, "validation.generating_args"))
 
 
 def name_domains(tree: Tree, source: Tree) -> None:

@@ -17,9 +17,12 @@ from offbeat.deploy.config.importing.rules import (
     rename,
     same,
 )
+from offbeat.services.generation.config import GeneratingArgs
 
 ALL_CHECKPOINTS = 1_000_000
 """What ROLL's default of `max_ckpt_to_keep`, 0, means."""
+SAMPLING = {"temperature": 0.95, "top_p": 0.7, "top_k": 50}
+"""ROLL's defaults of `generating_args`."""
 
 
 def _name(key: Key) -> Outcome | None:
@@ -203,6 +206,14 @@ def trains_equal_rewards(tree: Tree) -> bool:
 
 STEPS_DEFAULT = ("max_steps", "max_steps", 500)
 """Of pipelines whose length epochs do not determine."""
+
+
+def evaluation_sampling(args: Tree) -> Iterator[tuple[str, str, Any]]:
+    """Yield the sampling of evaluations by ROLL's `generating_args`, unless it is temperature 1 without truncation."""
+    for name, default in SAMPLING.items():
+        value = default if args.get(name) is None else args[name]
+        if value != GeneratingArgs.model_fields[name].default:
+            yield "", f"val_env_manager.generating_args.{name}", value
 
 
 def defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:

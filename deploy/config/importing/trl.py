@@ -49,6 +49,8 @@ UNCUT_PROMPTS = (
     f"TRL has no limit on prompts; sequence_length leaves {PROMPT} tokens for them, and longer ones are left out: set it "
     "to your longest prompt plus max_completion_length"
 )
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+"""TRL's defaults, which sample as Offbeat's evaluations do."""
 KL_BEFORE_BASELINE = (
     "TRL's RLOO compares rewards less beta times their KL; here rewards are compared, and each token's KL is "
     "subtracted then"
@@ -89,8 +91,21 @@ def _remarks(source: Tree) -> Iterator[str]:
         yield ALL_TOKENS
     if find_pipeline(source) == "rlvr" and source.get("max_prompt_length") is None:
         yield UNCUT_PROMPTS
+    if find_pipeline(source) == "rlvr" and source.get("eval_strategy") not in (None, "no", False):
+        yield from _remark_on_evaluations(source)
     if command.name == "rloo" and source.get("beta", RLOO_KL):
         yield KL_BEFORE_BASELINE
+
+
+def _remark_on_evaluations(source: Tree) -> Iterator[str]:
+    given = {name: source.get(name) for name in SAMPLING}
+    sampling = {name: value for name, value in given.items() if value is not None and value != SAMPLING[name]}
+    if sampling:
+        table = ", ".join(f"{name}: {value}" for name, value in sampling.items())
+        yield (
+            "TRL's evaluations sample as its training does: beside data.val_dataset_name set "
+            f"val_env_manager.generating_args: {{{table}}}"
+        )
 
 
 def _defaults(source: Tree) -> Iterator[tuple[str, Any]]:

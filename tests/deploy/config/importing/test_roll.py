@@ -81,6 +81,29 @@ def test_the_algorithm_is_that_of_roll():
     assert config.actor_infer.generating_args.top_k == 100
 
 
+@pytest.mark.parametrize(
+    ("engine", "evaluation", "expected"),
+    [
+        # ROLL gives the engine's settings to both managers
+        ({"temperature": 0.6, "top_p": 0.9, "top_k": 20}, {"temperature": 0.2}, (0.6, 0.9, 20)),
+        ({"temperature": 0.6}, None, (0.6, 0.7, 50)),
+        ({"temperature": 1.0, "top_p": 1.0, "top_k": -1}, {"temperature": 0.2}, (1.0, 1.0, -1)),
+        (None, {"temperature": 0.2}, (0.2, 0.7, 50)),
+    ],
+)
+def test_evaluations_are_sampled_as_in_roll(
+    engine: dict[str, Any] | None, evaluation: dict[str, Any] | None, expected: tuple[float, ...], tmp_path: Path
+):
+    roles = yaml.safe_load(FROZEN_LAKE.read_text())
+    roles = {name: roles[name] for name in ("actor_infer", "val_env_manager")}
+    for role, args in (("actor_infer", engine), ("val_env_manager", evaluation)):
+        roles[role].pop("generating_args", None)
+        roles[role] |= {} if args is None else {"generating_args": {"max_new_tokens": 64, **args}}
+    config = validate_tree(import_roll(write_variant(tmp_path, yaml.safe_dump(roles))).tree)
+    args = config.val_env_manager.generating_args.for_evaluation(config.actor_infer.generating_args)
+    assert (args.temperature, args.top_p, args.top_k) == expected
+
+
 def test_the_policys_backend_timeout_is_that_of_all_roles(tmp_path: Path):
     variant = write_variant(tmp_path, "actor_train: {backend_timeout: 60}\nactor_infer: {backend_timeout: 90}")
     imported = import_roll(variant)

@@ -41,6 +41,18 @@ def test_rewards_and_advantages_are_compared_within_a_domain(
     assert tree.get("reward_normalization") == normalization
 
 
+def test_evaluations_are_sampled_by_rolls_defaults(tmp_path: Path):
+    rows = yaml.safe_load(RLVR.read_text())["validation"]["data_args"]
+    validation = {"data_args": rows, "generating_args": {"temperature": 1.0}}
+    tree = import_roll(write_changed(tmp_path, RLVR, {"validation": validation})).tree
+    args = tree["val_env_manager"]["generating_args"]
+    assert {name: args[name] for name in ("temperature", "top_p", "top_k")} == {
+        "temperature": 1.0,
+        "top_p": 0.7,
+        "top_k": 50,
+    }
+
+
 def test_a_kl_in_the_reward_has_rolls_coefficient(tmp_path: Path):
     tree, _, _ = translate_roll(write_changed(tmp_path, RLVR, {"add_token_level_kl": True}))
     assert (tree["add_token_level_kl"], tree["init_kl_coef"]) == (True, 0.2)

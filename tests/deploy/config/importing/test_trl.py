@@ -351,3 +351,18 @@ def test_a_constant_schedule_has_no_warm_up(schedule: str, steps: int | None, wa
 def test_prompts_that_trl_does_not_limit_are_said_to_be(key: str, is_said: bool, tmp_path: Path):
     _, _, remarks = translate_trl(write(tmp_path, "grpo.yaml", GRPO + key))
     assert any("longest prompt" in remark for remark in remarks) == is_said
+
+
+@pytest.mark.parametrize(
+    ("keys", "sampling"),
+    [
+        ("eval_strategy: steps\ntemperature: 0.7\ntop_k: 20\n", "{temperature: 0.7, top_k: 20}"),
+        ("eval_strategy: steps\ntemperature: 1.0\ntop_k: 0\n", None),
+        ("eval_strategy: 'no'\ntemperature: 0.7\n", None),
+    ],
+)
+def test_the_sampling_of_evaluations_is_said(keys: str, sampling: str | None, tmp_path: Path):
+    """It can not be written: a file without validation rows evaluates nothing."""
+    _, _, remarks = translate_trl(write(tmp_path, "grpo.yaml", GRPO + keys))
+    said = [remark for remark in remarks if "evaluations" in remark]
+    assert [remark.rpartition("generating_args: ")[2] for remark in said] == ([] if sampling is None else [sampling])
