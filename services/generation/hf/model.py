@@ -165,11 +165,12 @@ class PolicyModel:
             self._routed.add(path)
 
     def _apply_routes(self, path: str, is_head: bool, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """Add to the rows' outputs in place; the head's input is each chunk's last token."""
+        """Add to the rows' outputs in place; the head's input is each chunk's last token, [1, T, in] or [T, in]."""
+        added, given = output.view(-1, output.shape[-1]), inputs[0].flatten(0, -2)
         for layers, tokens, chunks in self._routes:
             if (adapter := layers.get(path)) is not None:
                 rows = chunks if is_head else tokens
-                output[0].index_add_(0, rows, adapter.delta(inputs[0][0].index_select(0, rows)))
+                added.index_add_(0, rows, adapter.delta(given.index_select(0, rows)))
 
     def read_adapters(self, folder: Path) -> dict[str, Adapter]:
         """Read a PEFT adapter; raises WeightsError if it does not fit the model."""
