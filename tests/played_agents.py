@@ -53,7 +53,11 @@ async def releases_containers(_: AgentTask) -> None:
 
 
 def _mark(text: str) -> None:
-    Path(os.environ["OFFBEAT_TEST_MARKER"]).write_text(text)
+    """Write the marker at once: an agent may be killed, and a test may read, at any time."""
+    marker = Path(os.environ["OFFBEAT_TEST_MARKER"])
+    written = marker.with_suffix(".written")
+    written.write_text(text)
+    written.rename(marker)
 
 
 def answers(task: AgentTask) -> str:
@@ -87,13 +91,13 @@ def nonsense(task: AgentTask) -> Any:
 
 def hangs_with_child(_: AgentTask) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
-    Path(os.environ["OFFBEAT_TEST_MARKER"]).write_text(json.dumps([os.getpid(), child.pid]))
+    _mark(json.dumps([os.getpid(), child.pid]))
     time.sleep(1000)
 
 
 def leaves_daemon(task: AgentTask) -> float:
     daemon = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-    Path(os.environ["OFFBEAT_TEST_MARKER"]).write_text(str(daemon.pid))
+    _mark(str(daemon.pid))
     return float(task.seed)
 
 

@@ -168,7 +168,9 @@ def test_errors_of_an_agent_need_an_agent():
 async def test_an_agent_that_hangs_is_killed_with_its_children(mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     marker = tmp_path / "pids"
     monkeypatch.setenv("OFFBEAT_TEST_MARKER", str(marker))
-    async with mesh(played_by("hangs_with_child", timeout_s=4.0)) as m:
+    async with mesh(played_by("hangs_with_child", timeout_s=0.01)) as m:
+        with m.worker._player._clock.stopped():
+            await wait_until(marker.exists)
         assert await m.outcome() == "agent_timeout"
         assert "agent" in m.waits
         pids = json.loads(marker.read_text())

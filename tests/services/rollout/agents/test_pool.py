@@ -14,7 +14,7 @@ from offbeat.services.errors import EpisodeError
 from offbeat.services.rollout.agents.pool import AgentOutcome, AgentPool
 from offbeat.services.rollout.agents.task import AgentTask
 from offbeat.services.rollout.config import AgentRunner
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -43,21 +43,24 @@ async def test_an_agents_time_stands_still_while_all_engines_sleep(
     ("function", "outcome"),
     [
         ("leaves_daemon", AgentOutcome(1.0)),
-        ("hangs_with_daemon", "agent_timeout: no answer in 5 s"),
+        ("hangs_with_daemon", "agent_timeout: no answer in 0.01 s"),
         ("crashes_with_daemon", "agent_crashed: exit status 3"),
     ],
 )
 async def test_an_agent_ends_before_the_daemon_that_it_leaves(
     function: str, outcome: AgentOutcome | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    daemon = tmp_path / "pid"
+    daemon, clock = tmp_path / "pid", AwakeClock()
     monkeypatch.setenv("OFFBEAT_TEST_MARKER", str(daemon))
-    pool, task = AgentPool(), AgentTask("", "", "", "", "policy", "Tag", 1, "", "", 3)
-    runner = AgentRunner(path=f"tests.played_agents:{function}", timeout_s=5.0 if "hangs" in function else 60.0)
+    pool, task = AgentPool(clock), AgentTask("", "", "", "", "policy", "Tag", 1, "", "", 3)
+    runner = AgentRunner(path=f"tests.played_agents:{function}", timeout_s=0.01 if "hangs" in function else 60.0)
+    with clock.stopped():
+        running = asyncio.create_task(pool.run(runner, task))
+        await wait_until(daemon.exists)
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             try:
-                result = await pool.run(runner, task)
+                result = await running
             except EpisodeError as error:
                 result = str(error)
             await pool.close()
