@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from offbeat.services.errors import CodecError
 from offbeat.services.tinker.records import Lora
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.models.lora import PREFIX, adapted_layers, save_adapter
@@ -52,11 +53,17 @@ class AdapterPool:
         return self.policy.model.device
 
     def add(self, lora: Lora) -> str:
+        """Add an adapter; return its name. Raises CodecError if the base model has none of its layers."""
         from peft import LoraConfig, inject_adapter_in_model  # slow to import  # noqa: PLC0415
 
+        kinds = _kinds(lora)
+        if not (layers := [path for kind in kinds for path in self._layers[kind]]):
+            wanted = " and ".join(f"train_{kind}" for kind in kinds)
+            raise CodecError(
+                f"the base model has no linear layer for {wanted} alone, as experts take no adapters: train other layers, too"
+            )
         self._created += 1
         name = f"adapter{self._created}"
-        layers = [path for kind in _kinds(lora) for path in self._layers[kind]]
         config = LoraConfig(r=lora.rank, lora_alpha=ALPHA, target_modules=layers)  # pyright: ignore[reportArgumentType]
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.filterwarnings(

@@ -212,6 +212,16 @@ def test_the_wanted_layers_are_trained(pool: AdapterPool, lora: Lora, parts: set
     assert {part for name in names for part in name.split(".") if part in ("self_attn", "mlp", "lm_head")} == parts
 
 
+def test_an_adapter_of_experts_alone_is_refused(tmp_path: Path) -> None:
+    """They are parameters of one layer, not linear layers; other parts of a mixture of experts are adapted."""
+    pool = make_pool(tmp_path / "base", family="qwen3_moe")
+    for lora in (Lora(rank=2, seed=0, train_attn=False, train_unembed=False),) * 2:
+        with pytest.raises(CodecError, match="no linear layer for train_mlp alone, as experts take no adapters"):
+            ClientModel(pool, lora)
+    names = pool.parameters(pool.add(Lora(rank=2, seed=0)))
+    assert {name.rsplit(".", 3)[1] for name in names} == {"q_proj", "k_proj", "v_proj", "o_proj", "lm_head"}
+
+
 def test_initial_weights_depend_on_the_seed_alone(pool: AdapterPool) -> None:
     first = weights(ClientModel(pool, LORA))
     ClientModel(pool, Lora(rank=4, seed=8))

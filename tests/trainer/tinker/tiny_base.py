@@ -14,14 +14,18 @@ from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.tinker.adapters import AdapterPool
 from offbeat.trainer.tinker.base_model import load_base
+from tests.families import write_family
 
 LORA = Lora(rank=4, seed=7)
 VOCABULARY = 4 + 3 + 20
 LENGTHS = (5, 3, 7)
 
 
-def make_pool(folder: Path, dtype: str = "float32") -> AdapterPool:
-    write_tiny_policy(folder, TinyPolicyConfig(num_hidden_layers=2), [f"w{i}" for i in range(20)])
+def make_pool(folder: Path, dtype: str = "float32", family: str = "tiny") -> AdapterPool:
+    if family == "tiny":
+        write_tiny_policy(folder, TinyPolicyConfig(num_hidden_layers=2), [f"w{i}" for i in range(20)])
+    else:
+        write_family(folder, family, vocab_size=VOCABULARY)
     return AdapterPool(load_base(folder, ModelArgs.model_validate({"dtype": dtype}), seed=1), folder)
 
 
