@@ -60,7 +60,7 @@ class AdapterPool:
         if not (layers := [path for kind in kinds for path in self._layers[kind]]):
             wanted = " and ".join(f"train_{kind}" for kind in kinds)
             raise CodecError(
-                f"the base model has no linear layer for {wanted} alone, as experts take no adapters: train other layers, too"
+                f"the base model has no linear layer for {wanted} alone, as experts take no adapters: train others, too"
             )
         self._created += 1
         name = f"adapter{self._created}"
