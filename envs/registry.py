@@ -24,6 +24,7 @@ An env is a `gymnasium.Env` with these conventions:
 import inspect
 import itertools
 import json
+import time
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import lru_cache
@@ -60,6 +61,7 @@ BUILT_IN = {
 
 MAX_REPEATS = 2_000
 """Consecutive seeds without a new task that end the search."""
+SEARCH_SLICE_S = 0.05
 
 TextEnv = gymnasium.Env[Any, Any]
 EnvFactory = Callable[..., object]
@@ -147,20 +149,37 @@ def distinct_seeds(n: int, start: int, env_type: str, env_config: Mapping[str, J
     """Return `n` seeds from `start` with distinct tasks, repeated if too few."""
     env = make(env_type, env_config)
     try:
-        task_id = cast(Callable[[int], object] | None, getattr(env.unwrapped, "task_id", None))
-        if task_id is None:
-            return list(range(start, start + n))
-        seed_by_task: dict[object, int] = {}
-        repeats = 0
-        for seed in itertools.count(start):
-            if len(seed_by_task) >= n or repeats >= MAX_REPEATS:
-                break
-            before = len(seed_by_task)
-            seed_by_task.setdefault(task_id(seed), seed)
-            repeats = 0 if len(seed_by_task) > before else repeats + 1
+        search = SeedSearch(env)
+        while (seeds := search.run(n, start)) is None:
+            pass
+        return seeds
     finally:
         env.close()
-    return list(itertools.islice(itertools.cycle(seed_by_task.values()), n))
+
+
+class SeedSearch:
+    """Search for seeds of an env with distinct tasks, in slices of `SEARCH_SLICE_S`."""
+
+    def __init__(self, env: TextEnv) -> None:
+        self._task_id = cast(Callable[[int], object] | None, getattr(env.unwrapped, "task_id", None))
+        self._start = self._next = self._repeats = 0
+        self._seed_by_task: dict[object, int] = {}
+
+    def run(self, n: int, start: int) -> list[int] | None:
+        """Return `n` seeds from `start`, repeated if too few; None: call again."""
+        if self._task_id is None:
+            return list(range(start, start + n))
+        if start != self._start:
+            self._start, self._next, self._repeats, self._seed_by_task = start, start, 0, {}
+        deadline = time.monotonic() + SEARCH_SLICE_S
+        while len(self._seed_by_task) < n and self._repeats < MAX_REPEATS:
+            if time.monotonic() > deadline:
+                return None
+            before = len(self._seed_by_task)
+            self._seed_by_task.setdefault(self._task_id(self._next), self._next)
+            self._next += 1
+            self._repeats = 0 if len(self._seed_by_task) > before else self._repeats + 1
+        return list(itertools.islice(itertools.cycle(self._seed_by_task.values()), n))
 
 
 def entry_point_paths() -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Contract of external agents, checked by episodes with a scripted policy."""
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Iterator, Mapping
@@ -10,7 +11,7 @@ from typing import Literal
 
 from offbeat.deploy.config.checks.agents import check_agent as check_settings
 from offbeat.deploy.config.run import RunConfig
-from offbeat.deploy.play.agents import TextSampler, load_chat, make_random_agent
+from offbeat.deploy.play.agents import TextSampler, load_chat
 from offbeat.deploy.play.target import PlayTarget, remove_token_limits
 from offbeat.envs.contract import Finding
 from offbeat.envs.registry import check_env_config
@@ -20,10 +21,11 @@ from offbeat.services.rollout.agents.episode import AgentRuntime, play_with_agen
 from offbeat.services.rollout.agents.pool import AgentOutcome, AgentPool
 from offbeat.services.rollout.agents.task import AgentTask
 from offbeat.services.rollout.config import AgentRunner, CustomEnv
-from offbeat.services.rollout.envs.runners import EnvSpec, Opening, StepResult, ThreadEnv
+from offbeat.services.rollout.envs.process_env import ProcessEnv
+from offbeat.services.rollout.envs.runners import Opening, StepResult
+from offbeat.services.rollout.envs.trial import trial_spec
 from offbeat.services.rollout.episodes.episode import EpisodePlan, PlayableEnv
 from offbeat.services.rollout.tracebacks import strip_own_frames
-from offbeat.services.threads import DaemonThreads
 from offbeat.trainer.config.issue import ConfigIssue
 
 logger = logging.getLogger(__name__)
@@ -135,19 +137,30 @@ class _CountingPool(AgentPool):
 
 
 class _CountingEnv:
-    def __init__(self, env: ThreadEnv) -> None:
+    """An env and the random answers to it, one call at a time."""
+
+    def __init__(self, env: ProcessEnv, seed: int) -> None:
         self._env = env
+        self._seeds = itertools.count(seed * 1_000_003)
+        self._lock = asyncio.Lock()
         self.num_steps = 0
 
     async def reset(self, seed: int) -> Opening:
-        return await self._env.reset(seed)
+        async with self._lock:
+            return await self._env.reset(seed)
 
     async def step(self, action: str) -> StepResult:
         self.num_steps += 1
-        return await self._env.step(action)
+        async with self._lock:
+            return await self._env.step(action)
 
     async def image(self) -> bytes:
-        return await self._env.image()
+        async with self._lock:
+            return await self._env.image()
+
+    async def random_answer(self) -> str:
+        async with self._lock:
+            return await self._env.random_answer(next(self._seeds))
 
 
 class _AgentCheck:
@@ -157,21 +170,19 @@ class _AgentCheck:
         self._chat = load_chat(None)
         self._runtime = AgentRuntime({None: self._chat.calling(None)})
         self._runtime.pool = self._pool = _CountingPool()
-        self._threads = DaemonThreads(1)
 
     async def run(self, seed: int) -> None:
         target, report = self._target, self._report
         rules = target.env
-        spec = EnvSpec(rules.env_type, rules.env_config, rules.reset_timeout_s, rules.step_timeout_s)
-        runner = ThreadEnv(spec, self._threads)
-        env, before, began = _CountingEnv(runner), report.num_calls, time.monotonic()
+        runner = ProcessEnv(trial_spec(rules))
+        env, before, began = _CountingEnv(runner, seed), report.num_calls, time.monotonic()
         try:
             traits = await runner.start()
-            sample = TextSampler(make_random_agent(runner.instance, seed), self._chat)
 
             async def answer(prompt: tuple[int, ...], max_tokens: int) -> Completion:
                 report.num_calls += 1
-                return await sample(prompt, max_tokens)
+                text = await env.random_answer()
+                return await TextSampler(lambda: text, self._chat)(prompt, max_tokens)
 
             sampling = Sampling(max_new_tokens=target.max_new_tokens, stop_token_ids=self._chat.stop_ids)
             episode = EpisodeTask(EpisodeKind.EVAL, "check", seed, 0, 0, 0)
@@ -193,7 +204,6 @@ class _AgentCheck:
 
     async def close(self) -> None:
         await self._runtime.close()
-        self._threads.close()
 
     def _explain(self, error: EpisodeError, num_calls: int) -> None:
         what, trace = (

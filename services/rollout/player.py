@@ -61,7 +61,6 @@ class EpisodePlayer:
         self.envs = EnvPool(settings.custom_envs, rollout.num_threads, rollout.num_workers)
         self._agents = runtime_for(settings.custom_envs, settings.model_folder, clock)
         self._eval_tasks = EvalTasks(settings, settings.seed)
-        self._eval_lock = asyncio.Lock()
         self._train_tasks = TaskAssigner(settings, settings.seed, buffer)
         self._samplings = build_samplings(settings, chat.stop_ids)
         self._tracer = open_episode_tracer(
@@ -85,7 +84,14 @@ class EpisodePlayer:
     def is_row(self, task: EpisodeTask) -> bool:
         return self._data is not None and task.kind is EpisodeKind.TRAIN
 
+    def eval_tag(self, task: EpisodeTask) -> str:
+        """Return the tag of an evaluation in an env, else the empty text."""
+        if self._prompts is not None or task.kind is not EpisodeKind.EVAL:
+            return ""
+        return self._eval_tasks.tag_of(task.number, greedy=task.sampling_name == "greedy")
+
     async def find_task(self, task: EpisodeTask) -> Task:
+        """Raises EpisodeError."""
         if self.is_row(task):
             return Task(self._settings.pipeline, task.number)
         greedy = task.sampling_name == "greedy"
@@ -94,9 +100,7 @@ class EpisodePlayer:
                 return self._prompts.eval_task(task.number, greedy=greedy)
             return self._prompts.train_task(task.number)
         if task.kind is EpisodeKind.EVAL:
-            async with self._eval_lock:
-                # takes seconds, because the env makes every task once to find distinct ones
-                return await asyncio.to_thread(self._eval_tasks.task, task.number, greedy=greedy)
+            return await self._eval_tasks.find(task.number, self.envs.find_seeds, greedy=greedy)
         return await self._train_tasks.task(task.number)
 
     async def make_trajectory(self, task: EpisodeTask, env_task: Task, waiting: Waiting) -> Trajectory:

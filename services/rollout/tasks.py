@@ -4,9 +4,10 @@ Invariants: all workers compute the same task; a draw depends on the sampler's s
 Evaluation seeds start at 2**31, in the held-out split if any, and never equal training tasks.
 """
 
+import asyncio
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import lru_cache
 from typing import NamedTuple, Protocol, cast
 
@@ -21,6 +22,10 @@ FIRST_EVAL_SEED = 1 << 31
 TRAIN, EVAL = 0, 1
 BAD_TASK, SAMPLER_KEY = "bad_task", "train_env_manager.task_sampler"
 """Reason of a failed draw, and the key that may fix it."""
+
+
+FindSeeds = Callable[[str, int, int], Awaitable[list[int]]]
+"""(tag, number, first seed) -> seeds with distinct tasks."""
 
 
 class TaskConfig(Protocol):
@@ -107,24 +112,37 @@ class EvalTasks:
         self._group_size = config.val_env_manager.group_size
         self._seed = seed
         self._seeds: dict[str, list[int]] = {}
+        self._lock = asyncio.Lock()
 
     def task(self, number: int, *, greedy: bool = False) -> Task:
         """Return an episode's task, equal for `group_size` successive ones, or one if they would be played alike."""
+        tag, index = self._position(number, greedy=greedy)
+        if num_seeds := self._num_missing(tag, index):
+            env = self._envs[tag]
+            held_out = held_out_config(env.env_type, env.env_config)
+            self._seeds[tag] = distinct_seeds(num_seeds, self._first_seed(tag), env.env_type, held_out)
+        return Task(tag, self._seeds[tag][index])
+
+    async def find(self, number: int, find_seeds: FindSeeds, *, greedy: bool = False) -> Task:
+        """Return `task`, with seeds from `find_seeds`."""
+        tag, index = self._position(number, greedy=greedy)
+        async with self._lock:
+            if num_seeds := self._num_missing(tag, index):
+                self._seeds[tag] = await find_seeds(tag, num_seeds, self._first_seed(tag))
+        return Task(tag, self._seeds[tag][index])
+
+    def tag_of(self, number: int, *, greedy: bool = False) -> str:
+        return self._position(number, greedy=greedy)[0]
+
+    def _position(self, number: int, *, greedy: bool) -> tuple[str, int]:
+        """Return an episode's tag, and the index of its task among those of the tag."""
         rounds, place = divmod(number // (1 if greedy else self._group_size), len(self._cycle))
         tag = self._cycle[place]
-        earlier = self._cycle[:place].count(tag) + rounds * self._cycle.count(tag)
-        return Task(tag, self._seed_of(tag, earlier))
+        return tag, self._cycle[:place].count(tag) + rounds * self._cycle.count(tag)
 
-    def _seed_of(self, tag: str, index: int) -> int:
-        seeds = self._seeds.get(tag, [])
-        if index >= len(seeds):
-            env = self._envs[tag]
-            count = max(64, 1 << index.bit_length())
-            seeds = distinct_seeds(
-                count, self._first_seed(tag), env.env_type, held_out_config(env.env_type, env.env_config)
-            )
-            self._seeds[tag] = seeds
-        return seeds[index]
+    def _num_missing(self, tag: str, index: int) -> int:
+        """Return the number of seeds to find, 0 if there are enough."""
+        return 0 if index < len(self._seeds.get(tag, ())) else max(64, 1 << index.bit_length())
 
     def _first_seed(self, tag: str) -> int:
         key = (EVAL, zlib.crc32(tag.encode()))

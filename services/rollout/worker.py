@@ -282,9 +282,10 @@ class EnvWorker:
         tag = ""
         set_task_log_fields(group=task.number, version=task.min_version)
         try:
+            waiting = self._waits.begin(task)
+            tag = self._player.eval_tag(task)
             env_task = await self._player.find_task(task)
             tag = env_task.tag
-            waiting = self._waits.begin(task)
             trajectory = await self._player.make_trajectory(task, env_task, waiting)
             if self._rewards is not None:
                 trajectory = await self._score(self._rewards, trajectory, task, slot, waiting)

@@ -95,11 +95,26 @@ class EnvPool:
             return self._idle[key].pop()
         runner = self._make(self._envs[tag], kind)
         try:
-            async with self._lock if self._envs[tag].use_thread_lock else _UNLIMITED:
+            async with self._lock_of(tag):
                 return LeasedEnv(key, runner, await runner.start())
         except BaseException:
             await asyncio.shield(runner.close())
             raise
+
+    async def find_seeds(self, tag: str, n: int, start: int) -> list[int]:
+        """Return `n` seeds from `start` with distinct tasks of evaluation, repeated if too few; raises EpisodeError."""
+        leased = await self.take(tag, EpisodeKind.EVAL)
+        finished = False
+        try:
+            while True:
+                async with self._lock_of(tag):
+                    seeds = await leased.runner.search_seeds(n, start)
+                if seeds is not None:
+                    finished = True
+                    return seeds
+        finally:
+            if not (finished and self.keep(leased)):
+                await asyncio.shield(leased.runner.close())
 
     def keep(self, leased: LeasedEnv) -> bool:
         if leased.runner.healthy:
@@ -111,6 +126,9 @@ class EnvPool:
         self._idle.clear()
         await asyncio.gather(*(leased.runner.close() for leased in idle))
         self._threads.close()
+
+    def _lock_of(self, tag: str) -> AbstractAsyncContextManager[Any]:
+        return self._lock if self._envs[tag].use_thread_lock else _UNLIMITED
 
     def _make(self, env: CustomEnv, kind: EpisodeKind) -> EnvRunner:
         config = env.env_config if kind is EpisodeKind.TRAIN else held_out_config(env.env_type, env.env_config)

@@ -1,6 +1,7 @@
 """Env in a child process."""
 
 from contextlib import suppress
+from typing import cast
 
 from offbeat.services.errors import EpisodeError
 from offbeat.services.rollout.child_process import ChildProcess
@@ -29,6 +30,9 @@ class ProcessEnv:
         await self._child.start()
         arguments = (spec.env_type, dict(spec.env_config), round(spec.memory_gib * 2**30))
         return EnvTraits(*await self._child.ask("make", spec.reset_timeout_s, *arguments))
+
+    async def search_seeds(self, n: int, start: int) -> list[int] | None:
+        return cast(list[int] | None, await self._child.ask("task_id", self._spec.reset_timeout_s, n, start))
 
     async def reset(self, seed: int) -> Opening:
         return Opening(*await self._child.ask("reset", self._spec.reset_timeout_s, seed))

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from offbeat.envs.contract import random_answer
-from offbeat.envs.registry import TextEnv, make
+from offbeat.envs.registry import SeedSearch, TextEnv, make
 from offbeat.services.rollout.child_main import serve
 from offbeat.services.rollout.envs.runners import (
     close_quietly,
@@ -20,8 +20,10 @@ from offbeat.services.rollout.envs.runners import (
 class EnvProcessServer:
     def __init__(self) -> None:
         self._env: TextEnv | None = None
+        self._search: SeedSearch | None = None
         self.commands = {
             "make": self._make,
+            "task_id": self._search_seeds,
             "reset": lambda seed: do_reset(self._made, seed),
             "step": lambda action: do_step(self._made, action),
             "random_answer": lambda seed: random_answer(self._made, np.random.default_rng(seed)),
@@ -41,7 +43,12 @@ class EnvProcessServer:
         limit = memory_bytes if most == resource.RLIM_INFINITY else min(memory_bytes, most)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         self._env = make(env_type, env_config)
+        self._search = SeedSearch(self._env)
         return read_traits(self._env)
+
+    def _search_seeds(self, n: int, start: int) -> list[int] | None:
+        assert self._search is not None, "call make first"
+        return self._search.run(n, start)
 
 
 if __name__ == "__main__":

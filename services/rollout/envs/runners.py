@@ -4,6 +4,7 @@ Invariants: calls (except inline) end within their timeout; a failed or hung env
 no child.
 """
 
+import asyncio
 import logging
 import math
 import threading
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 from pydantic import JsonValue
 
-from offbeat.envs.registry import TextEnv, make
+from offbeat.envs.registry import SeedSearch, TextEnv, make
 from offbeat.services.chat.vision import encode_png
 from offbeat.services.errors import EpisodeError
 from offbeat.services.messages.images import check_png
@@ -73,6 +74,10 @@ class EnvRunner(Protocol):
     def healthy(self) -> bool: ...
 
     async def start(self) -> EnvTraits: ...
+
+    async def search_seeds(self, n: int, start: int) -> list[int] | None:
+        """Return `n` seeds from `start` with distinct tasks; None: call again."""
+        ...
 
     async def reset(self, seed: int) -> Opening: ...
 
@@ -166,11 +171,17 @@ class InlineEnv:
     def __init__(self, spec: EnvSpec) -> None:
         self._spec = spec
         self._env: TextEnv | None = None
+        self._search: SeedSearch | None = None
         self.healthy = True
 
     async def start(self) -> EnvTraits:
         self._env = self._run_checked("make_error", make, self._spec.env_type, self._spec.env_config)
+        self._search = SeedSearch(self._env)
         return read_traits(self._env)
+
+    async def search_seeds(self, n: int, start: int) -> list[int] | None:
+        assert self._search is not None, "call start() first"
+        return await asyncio.to_thread(self._run_checked, "task_id_error", self._search.run, n, start)
 
     async def reset(self, seed: int) -> Opening:
         return self._run_checked("reset_error", do_reset, self._env, seed)
@@ -201,6 +212,7 @@ class ThreadEnv:
         self._spec = spec
         self._threads = threads
         self._env: TextEnv | None = None
+        self._search: SeedSearch | None = None
         self._flags = threading.Lock()
         self._busy = False
         self._closing = False
@@ -209,6 +221,11 @@ class ThreadEnv:
     async def start(self) -> EnvTraits:
         spec = self._spec
         return await self._run("make", spec.reset_timeout_s, self._make)
+
+    async def search_seeds(self, n: int, start: int) -> list[int] | None:
+        search = self._search
+        assert search is not None, "call start() first"
+        return await self._run("task_id", self._spec.reset_timeout_s, lambda: search.run(n, start))
 
     async def reset(self, seed: int) -> Opening:
         return await self._run("reset", self._spec.reset_timeout_s, lambda: do_reset(self._started, seed))
@@ -231,17 +248,13 @@ class ThreadEnv:
                 logger.warning("an env of type %s hung while it was closed", self._spec.env_type)
 
     @property
-    def instance(self) -> TextEnv:
-        """Started env, for use between calls."""
-        return self._started
-
-    @property
     def _started(self) -> TextEnv:
         assert self._env is not None, "call start() first"
         return self._env
 
     def _make(self) -> EnvTraits:
         self._env = make(self._spec.env_type, self._spec.env_config)
+        self._search = SeedSearch(self._env)
         return read_traits(self._env)
 
     async def _run(self, operation: str, timeout_s: float, function: Callable[[], T]) -> T:

@@ -30,10 +30,15 @@ class Trial:
         return len(self.failures) == self.num_episodes
 
 
+def trial_spec(env: CustomEnv) -> EnvSpec:
+    """Return an env's spec in a child process, whatever its `execution`."""
+    memory_gib = env.memory_gib if env.execution == "process" else UNLIMITED_GIB
+    return EnvSpec(env.env_type, env.env_config, env.reset_timeout_s, env.step_timeout_s, memory_gib)
+
+
 async def try_env(env: CustomEnv, seed: int) -> Trial:
     trial, began = Trial(), time.monotonic()
-    memory_gib = env.memory_gib if env.execution == "process" else UNLIMITED_GIB
-    spec = EnvSpec(env.env_type, env.env_config, env.reset_timeout_s, env.step_timeout_s, memory_gib)
+    spec = trial_spec(env)
     runner = ProcessEnv(spec, quiet=True)
     try:
         for number in range(NUM_EPISODES):

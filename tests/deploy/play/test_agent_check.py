@@ -95,6 +95,17 @@ def test_what_is_wrong_is_named_with_a_remedy(path: str, severity: str, rule: st
         assert "services/rollout" not in found[rule].message
 
 
+def test_an_env_that_crashes_does_so_in_a_process_of_its_own():
+    env = CustomEnv(
+        env_type="tests.fakes_rollout:BadEnv",
+        env_config={"how": "crash"},
+        agent_runner=AgentRunner(path="checked_agents:walks"),
+    )
+    report = asyncio.run(check_agent("Bad", env, num_episodes=1))
+    assert [finding.rule for finding in report.problems] == ["env_crashed"]
+    assert "offbeat env check" in report.problems[0].message
+
+
 ANSWERS = """
 import json, os, sys
 sys.path.insert(0, os.path.dirname(__file__))

@@ -1,7 +1,12 @@
 """A worker whose envs, replicas, buffer or threads fail, and that is stopped."""
 
 import asyncio
+import signal
+import threading
+import time
 from pathlib import Path
+from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from tokenizers import Tokenizer
@@ -13,11 +18,12 @@ from offbeat.services.messages.types import (
     EpisodeTask,
     StopReason,
 )
-from offbeat.services.rollout.config import RolloutConfig
+from offbeat.services.rollout.config import CustomEnv, RolloutConfig
 from offbeat.services.rollout.tasks import train_task
 from offbeat.services.rollout.worker import WorkerEnd
 from offbeat.services.telemetry import merge_all
 from tests.fakes_rollout import (
+    CountingEnv,
     FakeGeneration,
     train_episode,
     worker_settings,
@@ -26,6 +32,8 @@ from tests.services.rollout.worker_bench import custom, group, walker
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
+
+RAISES_WHEN_MADE = {"how": "raise", "when": "make"}
 
 
 async def test_one_bad_env_harms_no_other_episode(bench):
@@ -49,6 +57,73 @@ async def test_a_hung_env_is_retried_with_the_same_seed(bench, tmp_path: Path, e
     ((task, trajectory),) = b.buffer.submitted.items()
     assert (task.attempt, trajectory.attempt) == (1, 1)
     assert trajectory.seed == train_task(worker_settings(tmp_path, custom_envs={"Bad": env}), 7, 0).seed
+
+
+class MainThreadEnv(CountingEnv):
+    """As an env that installs a signal handler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+    def task_id(self, seed: int) -> tuple[int, ...]:
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        return (seed // 2,)
+
+
+class LockedTasksEnv(CountingEnv):
+    """Reports whether another instance was in `task_id` while this one stepped."""
+
+    inside = threading.Event()
+
+    def task_id(self, seed: int) -> int:
+        LockedTasksEnv.inside.set()
+        time.sleep(0.02)
+        LockedTasksEnv.inside.clear()
+        return seed
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        met = LockedTasksEnv.inside.wait(0.2)
+        observation, reward, terminated, truncated, info = super().step(action)
+        return observation, reward, terminated, truncated, {**info, "met": met}
+
+
+def evaluation(number: int = 0) -> EpisodeTask:
+    return EpisodeTask(EpisodeKind.EVAL, "eval", number, number, 0, 0, sampling_name="greedy")
+
+
+async def test_evaluation_tasks_are_found_in_a_process_of_the_env(bench):
+    """With tasks as any library may name them, each of two seeds."""
+    env = CustomEnv(env_type=f"{__name__}:MainThreadEnv", execution="process", max_steps=1)
+    async with bench(evaluation(0), evaluation(1), custom_envs={"Main": env}) as b:
+        await b.until_done(2)
+    assert b.buffer.failed == []
+    seeds = sorted(trajectory.seed for trajectory in b.buffer.submitted.values())
+    assert seeds[0] // 2 + 1 == seeds[1] // 2
+
+
+async def test_evaluation_tasks_are_found_within_the_lock_of_a_tag(bench):
+    env = CustomEnv(env_type=f"{__name__}:LockedTasksEnv", execution="thread", max_steps=3, use_thread_lock=True)
+    async with bench(*group(0, 2), evaluation(), custom_envs={"Locked": env}) as b:
+        await b.until_done(3)
+    assert {each.metrics["met"] for each in b.buffer.submitted.values()} == {0.0}
+
+
+@pytest.mark.parametrize("execution", ["thread", "process"])
+async def test_a_hanging_task_id_fails_its_evaluation_with_the_tag(bench, tmp_path: Path, execution: str):
+    env = custom("SlowTasksEnv", execution, env_config={"marker": str(tmp_path / "m")}, reset_timeout_s=3.0)
+    async with bench(evaluation(), custom_envs={"Slow": env}) as b:
+        await wait_until(lambda: b.worker._waits.report()["evaluations"] == {"eval": {"place": [1, ANY]}})
+        await b.until_done(1)
+        assert b.buffer.failed == [(evaluation(), "task_id_timeout")]
+        assert b.worker._outcomes.report()["key"] == "custom_envs.Slow"
+
+
+async def test_an_env_that_can_not_be_made_fails_its_evaluation_with_the_tag(bench):
+    async with bench(evaluation(), custom_envs={"Bad": custom("BadEnv", env_config=RAISES_WHEN_MADE)}) as b:
+        await b.until_done(1)
+        assert b.buffer.failed == [(evaluation(), "make_error")]
+        assert b.worker._outcomes.report()["key"] == "custom_envs.Bad"
 
 
 async def test_a_crashed_env_process_fails_its_episode_alone(bench, tmp_path: Path):
