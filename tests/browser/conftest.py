@@ -27,8 +27,6 @@ from tests.paths import ROOT
 from tests.services.control.api_harness import FakeRunFactory
 from tests.waiting import wait_until_sync
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="`make browser` installs it")
-
 NODE = ROOT / ".venv" / "node" / "node_modules"
 AXE = NODE / "axe-core" / "axe.min.js"
 HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
@@ -90,6 +88,7 @@ def control_url(serve_control: Callable[[Tokens], Any]) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="`make browser` installs it")
     path = find_chromium()
     if path is None:
         pytest.skip("no Chromium: `make browser` installs it")
