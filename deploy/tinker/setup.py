@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from offbeat.deploy.config.checks.hf_infer import check_cache
-from offbeat.deploy.config.checks.model import has_vision
+from offbeat.deploy.config.checks.model import count_experts, has_vision
 from offbeat.deploy.config.checks.packing import check_packing
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.sharing import SHARED_UTILIZATION
@@ -127,7 +127,18 @@ def _check_model(config: RunConfig) -> None:
         raise MeshError("pretrain: the policy has image input; adapters support text models only")
     for issue in check_packing(config):
         raise MeshError(str(issue))
-    if config.tinker.engine_on(infer.device) != "hf_infer":
+    engine, experts = config.tinker.engine_on(infer.device), count_experts(config)
+    if experts > 1 and config.tinker.shared_pass_tokens:
+        raise MeshError(
+            f"tinker.shared_pass_tokens: the base model has {experts} experts, which mix tokens of several models in their "
+            "sums, so that a pass is not repeated to the bit: leave it out"
+        )
+    if experts > 1 and engine == "vllm" and infer.device == "cpu":
+        raise MeshError(
+            f"tinker.engine: the base model has {experts} experts, and vLLM's logprobs on a CPU are not the learner's: "
+            "take hf_infer"
+        )
+    if engine != "hf_infer":
         return
     if infer.device == "cuda":
         raise MeshError("tinker.engine: hf_infer samples on a CPU: take vllm, or set actor_infer.device to cpu")

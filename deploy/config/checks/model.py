@@ -28,7 +28,7 @@ SHAPE_KEYS = (
     "head_dim",
 )
 """`config.json` keys that determine a checkpoint's weights."""
-EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Models' keys for the number of experts."""
 
 
@@ -57,21 +57,24 @@ def check_experts(config: RunConfig) -> Iterator[ConfigIssue]:
     """Yield vLLM on a CPU for a mixture of experts, whose logprobs differ from the trainer's (docs/learner.md)."""
     infer = config.actor_infer
     is_vllm = config.uses_engine and infer.strategy_args.strategy_name == "vllm"
-    if not is_vllm or infer.device != "cpu" or config.pretrain == "tiny":
-        return
+    if is_vllm and infer.device == "cpu" and (number := count_experts(config)) > 1:
+        yield ConfigIssue(
+            "actor_infer.strategy_args.strategy_name",
+            f"the model has {number} experts, and vLLM's logprobs on a CPU are not the trainer's: take hf_infer",
+            "hf_infer",
+        )
+
+
+def count_experts(config: RunConfig) -> int:
+    """Return the policy's number of experts; 0 without, and for an unreadable model, which has its own error."""
+    if config.pretrain == "tiny":
+        return 0
     try:
         architecture = read_architecture(Path(config.pretrain))
     except (OSError, ValueError):
-        return  # an unreadable model has its own error
-    for key in EXPERTS_KEYS:
-        number = _get(architecture, key)
-        if isinstance(number, int) and number > 1:
-            yield ConfigIssue(
-                "actor_infer.strategy_args.strategy_name",
-                f"the model has {number} experts, and vLLM's logprobs on a CPU are not the trainer's: take hf_infer",
-                "hf_infer",
-            )
-            return
+        return 0
+    numbers = [_get(architecture, key) for key in EXPERTS_KEYS]
+    return max((number for number in numbers if isinstance(number, int)), default=0)
 
 
 def check_model_split(config: RunConfig) -> Iterator[ConfigIssue]:

@@ -97,6 +97,23 @@ def test_a_base_that_can_not_be_packed_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("tinker.engine=vllm", "tinker.engine: the base model has 4 experts, and vLLM's logprobs on a CPU are not the"),
+        (
+            "tinker.shared_pass_tokens=64",
+            "tinker.shared_pass_tokens: the base model has 4 experts, which mix tokens of",
+        ),
+    ],
+)
+def test_what_experts_do_not_allow_is_refused(tmp_path: Path, override: str, message: str) -> None:
+    write_family(tmp_path / "model", "qwen2_moe")
+    prepare(tmp_path, f"pretrain={tmp_path / 'model'}")
+    with pytest.raises(MeshError, match=message):
+        prepare(tmp_path, f"pretrain={tmp_path / 'model'}", override)
+
+
 def test_the_engines_file_has_the_bases_buffers(tmp_path: Path) -> None:
     write_family(tmp_path, "glm4_moe")
     base = load_base(tmp_path, ModelArgs(), seed=1)
