@@ -25,7 +25,7 @@ def prepare(
 ) -> None:
     """Write the teachers' distributions of all rows beside the dataset, for `placement: files`.
 
-    Runs on the device of `actor_train`. Rows that are written already are not scored again.
+    Runs on the device of `actor_train`. Rows that are written already are scored again only if they have changed.
     """
     from offbeat.services.errors import MeshError
 
@@ -66,7 +66,7 @@ def prepare_run(config: "RunConfig") -> dict[str, int]:
         sources = list(open_sources(run, folder))
         for role in roles:
             lines = {str(path): bar.add_task(f"{role.name}: {path.name}", total=s.num_rows) for path, s in sources}
-            key = file_key(run, role)
+            key = file_key(run, role, folder)
             scored[role.name] = prepare_scores(
                 sources,
                 role,

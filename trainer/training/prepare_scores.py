@@ -1,8 +1,9 @@
 """Scores of all rows of a dataset, computed once and kept beside it; collective.
 
-Invariant: an interrupted preparation continues with the first missing file.
+Invariants: an interrupted preparation continues with the first missing file; rank 0 decides which are missing.
 """
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Protocol
 
 from offbeat.services.errors import EpisodeError
 from offbeat.services.messages.types import Group, Trajectory
+from offbeat.services.rollout.data.config import DataConfig
 from offbeat.services.rollout.data.source import DataSource
 from offbeat.trainer.config.scored_roles import ScoredRole
 from offbeat.trainer.engines.process_group import Ranks, gather
@@ -37,13 +39,18 @@ def row_group(row: int, members: Sequence[Trajectory]) -> Group:
 
 def open_sources(run: LearnerRun, model_folder: Path) -> Iterator[tuple[Path, DataSource]]:
     """Yield the training and validation files, each with a reader. model_folder: of tokenizer and chat template."""
-    config, data = run.config, run.config.data
+    data = run.config.data
     if data is None:
         return
     paths = [data.dataset_name, *([data.val_dataset_name] if data.val_dataset_name else [])]
     for path in dict.fromkeys(paths):
-        rows = data.model_copy(update={"dataset_name": path})
-        yield path, DataSource(rows, config.pipeline, model_folder, seed=config.seed, max_tokens=config.sequence_length)
+        yield path, open_source(run, data, path, model_folder)
+
+
+def open_source(run: LearnerRun, data: DataConfig, path: Path, model_folder: Path) -> DataSource:
+    """Open a file of rows; raises ValueError."""
+    rows, config = data.model_copy(update={"dataset_name": path}), run.config
+    return DataSource(rows, config.pipeline, model_folder, seed=config.seed, max_tokens=config.sequence_length)
 
 
 def prepare_scores(
@@ -54,12 +61,13 @@ def prepare_scores(
     ranks: Ranks | None = None,
     show: Progress = lambda *_: None,
 ) -> int:
-    """Score missing rows; return their number. ranks: None for one process."""
+    """Score missing rows, and those that have changed; return their number. ranks: None for one process."""
     num_scored = 0
     for path, source in sources:
         files = ScoreFiles(path, key)
-        for rows in files.missing_files(source.num_rows):
+        for rows in _missing_files(files, source, ranks):
             scores: dict[int, tuple[bytes, bytes]] = {}
+            digests = [source.digest(row) for row in rows] if ranks is None or ranks.rank == 0 else []
             for start in range(0, len(rows), ROWS_PER_PASS):
                 block = rows[start : start + ROWS_PER_PASS]
                 groups = {row: group for row in block if (group := _read(source, row)) and role.scores(group.tag)}
@@ -67,11 +75,17 @@ def prepare_scores(
                     scores[row] = token_digest(group), encoded.blob
                 show(str(path), block[-1] + 1, source.num_rows)
             if ranks is None or ranks.rank == 0:
-                files.write(rows, scores)
-            if ranks is not None:
-                gather(ranks, b"")  # barrier: all ranks look for the same files next
+                files.write(rows, scores, digests, source.stamp)
             num_scored += len(scores)
     return num_scored
+
+
+def _missing_files(files: ScoreFiles, source: DataSource, ranks: Ranks | None) -> list[range]:
+    missing = files.missing_files(source) if ranks is None or ranks.rank == 0 else []
+    if ranks is None:
+        return missing
+    bounds = json.loads(gather(ranks, json.dumps([(rows.start, rows.stop) for rows in missing]).encode())[0])
+    return [range(start, stop) for start, stop in bounds]
 
 
 def _read(source: DataSource, row: int) -> Group | None:

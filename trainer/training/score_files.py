@@ -1,13 +1,14 @@
 """Scores of a dataset's rows, in files beside it: `DATASET.scores/ROLE@DIGEST/`.
 
-Invariants: a file is written atomically and names how many rows it covers; a row's scores are read only for the same
-tokens.
+Invariants: a file is written atomically, and is missing once the rows it was written from have changed; a row's scores
+are read only for the same tokens.
 """
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -15,11 +16,16 @@ from safetensors.numpy import save_file
 
 from offbeat.services.errors import ControlError
 from offbeat.services.messages.types import Group
+from offbeat.trainer.config.scored_roles import REFERENCE
 
 ROWS_PER_FILE = 256
 SUFFIX = ".safetensors"
 NUM_ROWS = "num_rows"
 """Key of a file's metadata: rows that it covers, also those without scores."""
+STAMP = "dataset"
+"""Key of a file's metadata: state of the dataset from which it was written."""
+ROW_DIGESTS = "row_digests"
+"""Tensor of the digests of the rows that a file covers; earlier builds wrote none."""
 DIGEST_BYTES = 16
 COMMAND = "offbeat distill prepare"
 
@@ -35,24 +41,43 @@ def token_digest(group: Group) -> bytes:
     return digest.digest()
 
 
+class RowSource(Protocol):
+    stamp: str
+    """State of the dataset, in which no digest changes."""
+
+    @property
+    def num_rows(self) -> int: ...
+
+    def digest(self, row: int) -> bytes: ...
+
+
 class ScoreFiles:
     def __init__(self, dataset: Path, key: str) -> None:
         self.folder = dataset.with_name(f"{dataset.name}.scores") / key
+        is_own = key.startswith(f"{REFERENCE}@")  # the learner writes it before the first step
+        self._advice = "start the run again" if is_own else f"run `{COMMAND} CONFIG`"
         self._open: dict[int, safe_open] = {}
 
-    def missing_files(self, num_rows: int) -> list[range]:
-        """Return the rows of each file that is missing, or covers fewer since the dataset has grown."""
-        starts = range(0, num_rows, ROWS_PER_FILE)
-        rows = [range(start, min(start + ROWS_PER_FILE, num_rows)) for start in starts]
-        return [part for part in rows if self._count(part.start) < len(part)]
+    def missing_files(self, source: RowSource) -> list[range]:
+        """Return the rows of each file that is missing, covers fewer, or was written from other rows."""
+        starts = range(0, source.num_rows, ROWS_PER_FILE)
+        rows = [range(start, min(start + ROWS_PER_FILE, source.num_rows)) for start in starts]
+        return [part for part in rows if not self._is_current(part, source)]
 
-    def write(self, rows: range, scores: Mapping[int, tuple[bytes, bytes]]) -> None:
-        """Write a file. scores: row -> token digest and scores; rows without any are excluded from training."""
+    def write(
+        self, rows: range, scores: Mapping[int, tuple[bytes, bytes]], digests: Sequence[bytes], stamp: str
+    ) -> None:
+        """Write a file.
+
+        scores: row -> token digest and scores; rows without any are excluded from training. digests, stamp: of the rows'
+        source.
+        """
         path = self._path(rows.start)
         path.parent.mkdir(parents=True, exist_ok=True)
         staging = path.with_name(f".{path.name}.{os.getpid()}")
         arrays = {str(row): np.frombuffer(digest + blob, np.uint8) for row, (digest, blob) in scores.items()}
-        save_file(arrays, staging, metadata={NUM_ROWS: str(len(rows))})
+        arrays[ROW_DIGESTS] = np.frombuffer(b"".join(digests), np.uint8).reshape(len(rows), -1)
+        save_file(arrays, staging, metadata={NUM_ROWS: str(len(rows)), STAMP: stamp})
         staging.replace(path)
 
     def read(self, row: int, digest: bytes) -> bytes:
@@ -69,23 +94,27 @@ class ScoreFiles:
         except (OSError, SafetensorError) as error:
             path = self._path(first)  # it has none of rows that could not be trained when it was written
             remove = f"remove {path.name} and " if path.exists() else ""
-            raise ControlError(
-                f"{self.folder} has no scores of row {row + 1}: {remove}run `{COMMAND} CONFIG`"
-            ) from error
+            raise ControlError(f"{self.folder} has no scores of row {row + 1}: {remove}{self._advice}") from error
         if stored[:DIGEST_BYTES] != digest:
             raise ControlError(
                 f"{self.folder}: row {row + 1} was scored with other tokens (the dataset, chat template or `data` changed): "
-                f"remove the folder and run `{COMMAND} CONFIG`"
+                f"remove the folder and {self._advice}"
             )
         return stored[DIGEST_BYTES:]
 
-    def _count(self, first: int) -> int:
-        """Return how many rows a file covers; 0 without a readable file."""
+    def _is_current(self, rows: range, source: RowSource) -> bool:
+        """Return whether a readable file covers the rows as they are."""
         try:
-            with safe_open(self._path(first), framework="numpy") as file:
-                return int((file.metadata() or {}).get(NUM_ROWS, 0))
+            with safe_open(self._path(rows.start), framework="numpy") as file:
+                metadata = file.metadata() or {}
+                if int(metadata.get(NUM_ROWS, 0)) < len(rows):
+                    return False
+                if metadata.get(STAMP) == source.stamp or ROW_DIGESTS not in file.keys():  # noqa: SIM118 - no mapping
+                    return True
+                digests = file.get_tensor(ROW_DIGESTS)[: len(rows)].tobytes()
         except (OSError, SafetensorError):
-            return 0
+            return False
+        return digests == b"".join(map(source.digest, rows))
 
     def _path(self, first: int) -> Path:
         return self.folder / f"rows-{first:08d}{SUFFIX}"

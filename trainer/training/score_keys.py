@@ -8,7 +8,10 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from offbeat.services.chat.template_override import TEMPLATE_FILES
+from offbeat.services.chat.tokenizer import TOKENIZER_FILES
 from offbeat.services.keys import RunKeys
+from offbeat.services.rollout.data.source import message_keys
 from offbeat.trainer.config.roles import TeacherConfig
 from offbeat.trainer.config.scored_roles import ScoredRole, scored_roles
 from offbeat.trainer.run import LearnerRun
@@ -20,18 +23,20 @@ def score_keys(run: LearnerRun) -> Mapping[str, str]:
     files = scored_roles(run.config, run.config.reference, "files")
     return {
         **{role.name: f"{role.name}@{_digest(run, role)}" for role in services},
-        **{role.name: file_key(run, role) for role in files},
+        **{role.name: file_key(run, role, run.model_folder) for role in files},
     }
 
 
-def file_key(run: LearnerRun, role: ScoredRole) -> str:
-    """Return the key of scores in files."""
-    return f"{role.name}@{_hash([*_file_inputs(run, role), _scored_rows(run, role)])}"
+def file_key(run: LearnerRun, role: ScoredRole, policy_folder: Path) -> str:
+    """Return the key of scores in files. policy_folder: of tokenizer and chat template."""
+    inputs = [*_file_inputs(run, role), _scored_rows(run, role), _columns(run), _tokenizer(policy_folder)]
+    return f"{role.name}@{_hash(inputs)}"
 
 
-def earlier_file_key(run: LearnerRun, role: ScoredRole) -> str:
-    """Return the key under which earlier builds wrote them, whichever rows have scores."""
-    return f"{role.name}@{_hash(_file_inputs(run, role))}"
+def earlier_file_keys(run: LearnerRun, role: ScoredRole) -> list[str]:
+    """Return the keys under which earlier builds wrote them, whatever their tokens, or whichever rows have scores."""
+    inputs = _file_inputs(run, role)
+    return [f"{role.name}@{_hash(each)}" for each in ([*inputs, _scored_rows(run, role)], inputs)]
 
 
 def _file_inputs(run: LearnerRun, role: ScoredRole) -> list[object]:
@@ -55,6 +60,17 @@ def _scored_rows(run: LearnerRun, role: ScoredRole) -> list[object]:
     """Return what decides which rows have scores in files."""
     tags = role.config.tag_included if isinstance(role.config, TeacherConfig) else ()
     return [run.config.sequence_length, run.config.data and run.config.data.too_long, sorted(tags)]
+
+
+def _columns(run: LearnerRun) -> list[object]:
+    """Return what a row's messages are read by."""
+    data = run.config.data
+    return [] if data is None else [data.train_on, message_keys(data), data.tools_key, data.images_key, data.tag_key]
+
+
+def _tokenizer(policy_folder: Path) -> list[object]:
+    paths = [policy_folder / name for name in (*TOKENIZER_FILES, *TEMPLATE_FILES)]
+    return [[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in paths if path.is_file()]
 
 
 def _distilled(run: LearnerRun) -> list[object]:

@@ -4,6 +4,7 @@ Invariants: a group's row and tokens depend on its number, the seed and the file
 turn, carries the version of its admission and no logprob.
 """
 
+import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from offbeat.services.rollout.data.rows import row_of_group
 
 BAD_ROW = "bad_row"
 REWARD_MODEL = "reward_model"
+DIGEST_BYTES = 16
 MARGIN = "margin"
 """Metric of a pair's trajectories."""
 DATASET_KEY = "data.dataset_name"
@@ -40,6 +42,9 @@ class DataSource:
         self._max_tokens = max_tokens
         self._rows = open_rows(config.dataset_name)
         check_columns(self._rows, config, pipeline)
+        state = config.dataset_name.stat()
+        self.stamp = f"{state.st_mtime_ns}-{state.st_size}"
+        """State of the file."""
 
     @property
     def num_rows(self) -> int:
@@ -78,6 +83,19 @@ class DataSource:
             EpisodeError: as `trajectory`.
         """
         return self._members(self._rows, row)
+
+    def digest(self, row: int) -> bytes:
+        """Return a digest of what a training row's tokens and tag are read from."""
+        config = self._config
+        keys = (*message_keys(config), config.tools_key, config.images_key, config.tag_key)
+        try:
+            contents = [self._rows[row]]
+            if is_unpaired(self._rows, config, self._pipeline):
+                contents.append(_mismatch(self._rows, row, config))
+            read = json.dumps([[content.get(key) for key in keys] for content in contents], default=_to_text)
+        except (RowError, RecursionError) as error:
+            read = str(error)
+        return hashlib.blake2b(read.encode(), digest_size=DIGEST_BYTES).digest()
 
     def _members(self, rows: DatasetRows, row: int) -> list[Trajectory]:
         size = GROUP_SIZES[self._pipeline]
@@ -161,6 +179,11 @@ def _mismatch(rows: DatasetRows, row: int, config: DataConfig) -> Row:
     """Return a row with another one's response, which appended rows do not change, to estimate KTO's KL."""
     other = row - 1 if row else min(1, len(rows) - 1)
     return {**rows[row], config.completion_key: rows[other].get(config.completion_key)}
+
+
+def _to_text(value: Any) -> str:
+    """Return what stands in a digest for a value that JSON has not."""
+    return hashlib.blake2b(value).hexdigest() if isinstance(value, bytes) else repr(value)
 
 
 def _read_label(row: Row, key: str) -> bool:

@@ -1,29 +1,50 @@
 """Scores in files: read only for the tokens, model and settings that they were computed from."""
 
-from dataclasses import replace
+import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from offbeat.services.chat.template_override import write_policy_folder
 from offbeat.services.errors import ControlError
+from offbeat.services.rollout.data.source import DataSource
 from offbeat.trainer.config.run import LearnerRunConfig
 from offbeat.trainer.config.scored_roles import ScoredRole, scored_roles
 from offbeat.trainer.learner.file_scores import open_file_scores
 from offbeat.trainer.run import LearnerRun
+from offbeat.trainer.training.prepare_scores import open_source
 from offbeat.trainer.training.score_files import ROWS_PER_FILE, ScoreFiles, token_digest
-from offbeat.trainer.training.score_keys import earlier_file_key, file_key, score_keys
+from offbeat.trainer.training.score_keys import earlier_file_keys, file_key, score_keys
 from tests.trainer.trajectories import group, trajectory
 
 GROUP = group(0, trajectory(0, [(2, 2, 0.0)]))
+ROW = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+
+
+@dataclass
+class Rows:
+    """A dataset in which no row changes."""
+
+    num_rows: int
+    stamp: str = "now"
+
+    def digest(self, row: int) -> bytes:
+        return b"%08d" % row
+
+    def write(self, files: ScoreFiles, rows: range, scores: dict[int, tuple[bytes, bytes]]) -> None:
+        files.write(rows, scores, [self.digest(row) for row in rows], self.stamp)
 
 
 def test_files_are_missing_until_they_are_written(tmp_path: Path):
-    files, num_rows = ScoreFiles(tmp_path / "rows.jsonl", "teacher.a@1"), ROWS_PER_FILE + 2
-    assert files.missing_files(num_rows) == [range(ROWS_PER_FILE), range(ROWS_PER_FILE, num_rows)]
+    files, rows = ScoreFiles(tmp_path / "rows.jsonl", "teacher.a@1"), Rows(ROWS_PER_FILE + 2)
+    assert files.missing_files(rows) == [range(ROWS_PER_FILE), range(ROWS_PER_FILE, rows.num_rows)]
     digest = token_digest(GROUP)
-    files.write(range(ROWS_PER_FILE), {3: (digest, b"scores")})
-    assert files.missing_files(num_rows) == [range(ROWS_PER_FILE, num_rows)]
+    rows.write(files, range(ROWS_PER_FILE), {3: (digest, b"scores")})
+    assert files.missing_files(rows) == [range(ROWS_PER_FILE, rows.num_rows)]
     assert ScoreFiles(tmp_path / "rows.jsonl", "teacher.a@1").read(3, digest) == b"scores"
     for row, advice in ((4, "remove rows-00000000.safetensors and run"), (ROWS_PER_FILE, "run")):
         with pytest.raises(ControlError, match=f"no scores of row {row + 1}: {advice} `offbeat distill prepare"):
@@ -32,31 +53,63 @@ def test_files_are_missing_until_they_are_written(tmp_path: Path):
 
 def test_the_last_file_of_a_dataset_that_has_grown_is_scored_again(tmp_path: Path):
     files = ScoreFiles(tmp_path / "rows.jsonl", "teacher.a@1")
-    files.write(range(ROWS_PER_FILE), {})
-    files.write(range(ROWS_PER_FILE, ROWS_PER_FILE + 2), {ROWS_PER_FILE: (token_digest(GROUP), b"old")})
-    assert not files.missing_files(ROWS_PER_FILE + 2)
-    assert not files.missing_files(ROWS_PER_FILE + 1)
-    (grown,) = files.missing_files(ROWS_PER_FILE + 3)
+    rows = Rows(ROWS_PER_FILE + 2)
+    rows.write(files, range(ROWS_PER_FILE), {})
+    rows.write(files, range(ROWS_PER_FILE, ROWS_PER_FILE + 2), {ROWS_PER_FILE: (token_digest(GROUP), b"old")})
+    assert not files.missing_files(rows)
+    assert not files.missing_files(Rows(ROWS_PER_FILE + 1, "shorter"))
+    longer = Rows(ROWS_PER_FILE + 3, "longer")
+    (grown,) = files.missing_files(longer)
     assert grown == range(ROWS_PER_FILE, ROWS_PER_FILE + 3)
-    files.write(grown, {row: (token_digest(GROUP), b"new") for row in grown})
-    assert not files.missing_files(ROWS_PER_FILE + 3)
+    longer.write(files, grown, {row: (token_digest(GROUP), b"new") for row in grown})
+    assert not files.missing_files(longer)
     assert files.read(ROWS_PER_FILE + 2, token_digest(GROUP)) == b"new"
 
 
 def test_a_damaged_file_is_missing(tmp_path: Path):
     files = ScoreFiles(tmp_path / "rows.jsonl", "teacher.a@1")
-    files.write(range(2), {0: (token_digest(GROUP), b"scores")})
+    Rows(2).write(files, range(2), {0: (token_digest(GROUP), b"scores")})
     (path,) = files.folder.iterdir()
     path.write_bytes(path.read_bytes()[:-3])
-    assert files.missing_files(2) == [range(2)]
+    assert files.missing_files(Rows(2)) == [range(2)]
+
+
+def test_a_file_of_an_earlier_build_is_counted(tmp_path: Path):
+    """It has no digests of rows."""
+    files = ScoreFiles(tmp_path / "rows.jsonl", "teacher.a@1")
+    files.folder.mkdir(parents=True)
+    save_file({"0": np.zeros(20, np.uint8)}, files.folder / "rows-00000000.safetensors", metadata={"num_rows": "2"})
+    assert not files.missing_files(Rows(2))
+    assert files.missing_files(Rows(3)) == [range(3)]
 
 
 def test_scores_of_other_tokens_are_refused(tmp_path: Path):
     files = ScoreFiles(tmp_path / "rows.jsonl", "teacher.a@1")
-    files.write(range(1), {0: (token_digest(GROUP), b"scores")})
+    Rows(1).write(files, range(1), {0: (token_digest(GROUP), b"scores")})
     for other in ([(2, 3, 0.0)], [(1, 3, 0.0)]):
         with pytest.raises(ControlError, match="row 1 was scored with other tokens"):
             files.read(0, token_digest(replace(GROUP, trajectories=(trajectory(0, other),))))
+
+
+def test_the_reference_is_no_command_s(tmp_path: Path):
+    """The learner computes its scores, where they are missing."""
+    files = ScoreFiles(tmp_path / "rows.jsonl", "reference@1")
+    with pytest.raises(ControlError, match="no scores of row 1: start the run again"):
+        files.read(0, b"")
+    Rows(1).write(files, range(1), {0: (token_digest(GROUP), b"scores")})
+    with pytest.raises(ControlError, match="remove the folder and start the run again"):
+        files.read(0, b"other")
+
+
+def write_rows(folder: Path, *rows: dict[str, Any]) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def source_of(run: LearnerRun, dataset: Path) -> DataSource:
+    assert run.config.data is not None
+    return open_source(run, run.config.data, dataset, run.model_folder)
 
 
 def run_of(folder: Path, tmp_path: Path, tags: tuple[str, ...] = (), **changes: Any) -> tuple[LearnerRun, ScoredRole]:
@@ -76,16 +129,48 @@ def key(folder: Path, tmp_path: Path, **changes: Any) -> str:
 
 def test_scores_of_an_earlier_build_are_read_until_they_are_prepared_again(folder: Path, tmp_path: Path):
     """A run of that build resumes without its teacher."""
-    dataset = tmp_path / "rows.jsonl"
-    dataset.write_text("{}\n")
+    dataset = write_rows(tmp_path, ROW)
     run, role = run_of(folder, tmp_path, data={"dataset_name": dataset})
     with pytest.raises(ControlError, match="no scores of 1 of 1 rows"):
         open_file_scores(run, dataset)
-    for of_key, scores in ((earlier_file_key(run, role), b"earlier"), (file_key(run, role), b"again")):
-        ScoreFiles(dataset, of_key).write(range(1), {0: (token_digest(GROUP), scores)})
-        files = open_file_scores(run, dataset)
-        assert files is not None
-        assert files.attach(GROUP).scores == {file_key(run, role): scores}
+    newer, oldest = earlier_file_keys(run, role)
+    key = file_key(run, role, folder)
+    for of_key in (oldest, newer, key):
+        files, source = ScoreFiles(dataset, of_key), source_of(run, dataset)
+        files.write(range(1), {0: (token_digest(GROUP), of_key.encode())}, [source.digest(0)], source.stamp)
+        opened = open_file_scores(run, dataset)
+        assert opened is not None
+        assert opened.attach(GROUP).scores == {key: of_key.encode()}
+
+
+def test_a_run_is_refused_before_its_first_step_once_a_row_has_changed(folder: Path, tmp_path: Path):
+    dataset = write_rows(tmp_path, ROW, ROW)
+    run, role = run_of(folder, tmp_path, data={"dataset_name": dataset})
+    source = source_of(run, dataset)
+    digests = [source.digest(row) for row in range(2)]
+    ScoreFiles(dataset, file_key(run, role, folder)).write(range(2), {}, digests, source.stamp)
+    assert open_file_scores(run, dataset) is not None
+    write_rows(tmp_path, ROW, ROW | {"note": "of no matter"})
+    assert open_file_scores(run, dataset) is not None
+    write_rows(tmp_path, ROW, ROW | {"tag": "other"})
+    with pytest.raises(ControlError, match="no scores of 2 of 2 rows, as they are now"):
+        open_file_scores(run, dataset)
+
+
+def test_a_key_changes_with_what_messages_and_tokens_are_read_by(folder: Path, tmp_path: Path):
+    data: dict[str, Any] = {"dataset_name": Path("rows.jsonl")}
+    settings = [
+        {},
+        {"train_on": "last"},
+        {"prompt_key": "question"},
+        {"query_key": "input"},
+        {"tools_key": "functions"},
+    ]
+    keys = {key(folder, tmp_path, data=data | each) for each in settings}
+    run, role = run_of(folder, tmp_path, data=data)
+    other = tmp_path / "other"
+    write_policy_folder(folder, other, "chatml")
+    assert len({*keys, file_key(run, role, other)}) == len(settings) + 1
 
 
 def test_a_key_changes_with_the_rows_that_have_scores(folder: Path, tmp_path: Path):
