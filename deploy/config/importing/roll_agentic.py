@@ -6,11 +6,13 @@ from typing import Any
 from offbeat.deploy.config.importing.report import Outcome
 from offbeat.deploy.config.importing.roll_roles import WITH_IMAGE
 from offbeat.deploy.config.importing.roll_run import (
+    GROUPING,
     SAMPLING,
     STEPS_DEFAULT,
     estimator_default,
     evaluation_sampling,
     is_distillation,
+    normalization_scopes,
 )
 from offbeat.deploy.config.importing.rules import Key, Rule, Tree, get, get_table, missing, no_effect, rename, same
 from offbeat.envs.registry import BUILT_IN, setting_names
@@ -26,8 +28,8 @@ ENVS = {
     "sokoban_tool_call": ("sokoban", "the same game, without calls of tools"),
 }
 """ROLL's env -> ours."""
-MAX_NEW_TOKENS, GROUPING = 8192, "batch"
-"""ROLL's defaults."""
+MAX_NEW_TOKENS = 8192
+"""ROLL's default."""
 OWN_ENV = "no such env here: name a class of your own as `module:Class` (docs/environments.md)"
 
 
@@ -115,16 +117,6 @@ def _template(key: Key) -> Outcome | None:
     )
 
 
-def _scopes(tree: Tree) -> tuple[Any, Any]:
-    """Return the scopes of mean and deviation, which ROLL derives from `method` where they are left out."""
-    table = get_table(tree, "reward_normalization")
-    scope = "batch" if table.get("grouping", GROUPING) == "batch" else "group"
-    method = table.get("method")
-    mean = scope if method in ("mean", "mean_std", "asym_clip") else None
-    std = scope if method in ("mean_std", "asym_clip") else None
-    return table.get("norm_mean_type") or mean, table.get("norm_std_type") or std
-
-
 def _is_split(tree: Tree) -> bool:
     table = get_table(tree, "reward_normalization")
     return bool(table.get("norm_mean_type") or table.get("norm_std_type"))
@@ -136,8 +128,8 @@ def _of_turns(tree: Tree) -> bool:
 
 def _uses_grouping(tree: Tree) -> bool:
     if not _is_split(tree):
-        return any(_scopes(tree))
-    return bool(_scopes(tree)[0]) if _of_turns(tree) else "group" in _scopes(tree)
+        return any(normalization_scopes(tree))
+    return bool(normalization_scopes(tree)[0]) if _of_turns(tree) else "group" in normalization_scopes(tree)
 
 
 def _normalization(key: Key) -> Outcome | None:
@@ -158,7 +150,7 @@ def _split_normalization(key: Key) -> Outcome | None:
     """Write the scope that ROLL derives from `method`, since the other one is given."""
     if key.path[-1] != "method":
         return None
-    for name, scope in zip(("norm_mean_type", "norm_std_type"), _scopes(key.tree), strict=True):
+    for name, scope in zip(("norm_mean_type", "norm_std_type"), normalization_scopes(key.tree), strict=True):
         if scope and not get(key.tree, ("reward_normalization", name)):
             return Outcome("value", ("reward_normalization", name), scope, "which ROLL derives from it")
     return Outcome("no effect", note="norm_mean_type and norm_std_type count")
@@ -166,7 +158,7 @@ def _split_normalization(key: Key) -> Outcome | None:
 
 def _turn_normalization(key: Key) -> Outcome:
     """Normalize turns with one scope of mean and deviation."""
-    mean, std = _scopes(key.tree)
+    mean, std = normalization_scopes(key.tree)
     named = "norm_mean_type" if get(key.tree, "reward_normalization.norm_mean_type") else "method"
     if not mean or key.path[-1] == "norm_std_type":
         return Outcome("no counterpart", note="mean and deviation have one scope, reward_normalization.grouping")
@@ -266,7 +258,7 @@ def agentic_defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
     yield "loss_agg_mode", "loss_agg_mode", "seq-mean-token-mean"
     yield "rollout_batch_size", "rollout_batch_size", 128
     yield "val_batch_size", "val_batch_size", 128
-    if not any(_scopes(tree)) and get(tree, "adv_estimator") in ("grpo", "gigpo"):
+    if not any(normalization_scopes(tree)) and get(tree, "adv_estimator") in ("grpo", "gigpo"):
         yield "reward_normalization.method", "reward_normalization.method", "identity"
     if _uses_grouping(tree) and get(tree, "adv_estimator") != "gigpo" and not is_distillation(tree):
         yield "reward_normalization.grouping", "reward_normalization.grouping", GROUPING

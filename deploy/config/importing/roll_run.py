@@ -21,6 +21,8 @@ from offbeat.services.generation.config import GeneratingArgs
 
 ALL_CHECKPOINTS = 1_000_000
 """What ROLL's default of `max_ckpt_to_keep`, 0, means."""
+GROUPING = "batch"
+"""ROLL's default of `reward_normalization.grouping`."""
 SAMPLING = {"temperature": 0.95, "top_p": 0.7, "top_k": 50}
 """ROLL's defaults of `generating_args`."""
 
@@ -191,9 +193,23 @@ def estimator_default(tree: Tree) -> tuple[str, str, Any]:
     return ("", "adv_estimator", "opd") if is_distillation(tree) else ("adv_estimator", "adv_estimator", "gae")
 
 
+def normalization_scopes(tree: Tree) -> tuple[Any, Any]:
+    """Return the agentic scopes of mean and deviation, which ROLL derives from `method` where they are left out."""
+    table = get_table(tree, "reward_normalization")
+    scope = "batch" if table.get("grouping", GROUPING) == "batch" else "group"
+    method = table.get("method")
+    mean = scope if method in ("mean", "mean_std", "asym_clip") else None
+    std = scope if method in ("mean_std", "asym_clip") else None
+    return table.get("norm_mean_type") or mean, table.get("norm_std_type") or std
+
+
 def trains_equal_rewards(tree: Tree) -> bool:
-    """Return whether groups with equal rewards have a gradient, of a KL or the entropy, and no filter leaves them out."""
+    """Return whether groups with equal rewards have a part in the step, and no filter leaves them out.
+
+    They have a gradient of a KL or the entropy, or count in statistics of the batch.
+    """
     kl = get(tree, "use_kl_loss") and get(tree, "kl_loss_coef")
+    has_gradient = kl or get(tree, "entropy_loss_coef") or get(tree, "add_token_level_kl")
     domains = get_table(tree, "rewards").values()
     filters = [get(reward or {}, "query_filter_config.type") for reward in domains]
     is_filtered = (
@@ -201,7 +217,17 @@ def trains_equal_rewards(tree: Tree) -> bool:
         or get(tree, "train_env_manager.group_filter_cls")
         or any(each not in (None, "no_filter") for each in filters)
     )
-    return bool(kl or get(tree, "entropy_loss_coef") or get(tree, "add_token_level_kl")) and not is_filtered
+    return bool(has_gradient or _has_batch_statistics(tree)) and not is_filtered
+
+
+def _has_batch_statistics(tree: Tree) -> bool:
+    """Return whether advantages within a group, or weights of the loss, depend on the other groups."""
+    if get(tree, "adv_estimator", "gae") == "gae":
+        return False
+    is_rlvr = "rewards" in tree
+    scopes = (get(tree, "norm_mean_type"), get(tree, "norm_std_type")) if is_rlvr else normalization_scopes(tree)
+    keys = ("whiten_advantages", "whiten_rewards", "length_loss_weight")
+    return scopes == ("group", "batch") or any(get(tree, key) for key in keys)
 
 
 STEPS_DEFAULT = ("max_steps", "max_steps", 500)

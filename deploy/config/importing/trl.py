@@ -158,6 +158,7 @@ def _grpo_defaults(source: Tree) -> Iterator[tuple[str, Any]]:
     yield from _rloo_defaults(source) if command == "rloo" else _loss_defaults(source, completion)
     if source.get("scale_rewards") == "batch" and source.get("multi_objective_aggregation") != DECOUPLED:
         yield "reward_normalization.norm_mean_type", "group"
+        yield "zero_variance", "train"  # groups with equal rewards count in the batch's deviation
     yield "adv_estimator", command
     yield "old_logprobs", "recompute"
     yield "max_staleness", 0
@@ -183,6 +184,8 @@ def _loss_defaults(source: Tree, completion: int) -> Iterator[tuple[str, Any]]:
 def _rloo_defaults(source: Tree) -> Iterator[tuple[str, Any]]:
     yield "loss_agg_mode", "seq-mean-token-mean"
     yield "ratio_type", "sequence-product"
-    if source.get("beta", RLOO_KL):
+    has_kl = source.get("beta", RLOO_KL)
+    if has_kl:
         yield "init_kl_coef", RLOO_KL
-        yield "zero_variance", "train"  # groups with equal rewards count in the KL
+    if has_kl or source.get("normalize_advantages"):
+        yield "zero_variance", "train"  # groups with equal rewards count in the KL, mean and deviation

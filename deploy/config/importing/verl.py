@@ -350,7 +350,7 @@ def _defaults(source: Tree) -> Iterator[tuple[str, Any]]:
     if estimator(source) == "gae":
         yield "whiten_advantages", True
     elif trains_equal_rewards(source):
-        yield "zero_variance", "train"  # groups with equal rewards count in these terms
+        yield "zero_variance", "train"  # groups with equal rewards count there
     yield "loss_agg_mode", "seq-mean-token-mean" if loss_mode(source) in PER_SEQUENCE else "token-mean"
     if get(source, f"{ACTOR}.loss_agg_mode") == "seq-mean-token-sum-norm":
         yield "loss_agg_length", response

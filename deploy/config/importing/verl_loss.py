@@ -42,8 +42,8 @@ def estimator(tree: Tree) -> str:
 
 
 def trains_equal_rewards(tree: Tree) -> bool:
-    """Return whether a group with equal rewards has a gradient, of a KL or the entropy."""
-    return has_reference(tree) or is_set(tree, f"{ACTOR}.entropy_coeff")
+    """Return whether a group with equal rewards has a gradient, of a KL or the entropy, or counts in whitening."""
+    return has_reference(tree) or is_set(tree, f"{ACTOR}.entropy_coeff") or estimator(tree) in ALONE
 
 
 def has_reference(tree: Tree) -> bool:

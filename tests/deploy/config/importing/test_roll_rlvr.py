@@ -16,28 +16,39 @@ from tests.deploy.config.importing.roll_files import DISTILL, RLVR, by_key, writ
 
 
 @pytest.mark.parametrize(
-    ("changes", "whitening", "normalization"),
+    ("changes", "whitening", "normalization", "equal_groups"),
     [
-        ({"whiten_advantages": True}, "tags", None),
-        ({"whiten_advantages": False}, None, None),
+        ({"whiten_advantages": True}, "tags", None, "train"),
+        ({"whiten_advantages": False}, None, None, None),
         (
             {"whiten_advantages": False, "norm_mean_type": "batch", "norm_std_type": "batch"},
             None,
             {"norm_mean_type": "group", "norm_std_type": "group", "grouping": "tags"},
+            None,
         ),
         (
             {"whiten_advantages": False, "norm_mean_type": "group", "norm_std_type": "batch"},
             None,
             {"norm_mean_type": "group", "norm_std_type": "batch"},
+            "train",
         ),
     ],
 )
 def test_rewards_and_advantages_are_compared_within_a_domain(
-    changes: dict[str, Any], whitening: str | None, normalization: object, tmp_path: Path
+    changes: dict[str, Any],
+    whitening: str | None,
+    normalization: object,
+    equal_groups: str | None,
+    tmp_path: Path,
 ):
     """ROLL computes them by domain."""
-    tree, _, _ = translate_roll(write_changed(tmp_path, RLVR, {"adv_estimator": "reinforce"} | changes))
+    whole = {
+        "adv_estimator": "reinforce",
+        "difficulty_mask": False,
+    }  # which leaves these groups out of ROLL's means, too
+    tree, _, _ = translate_roll(write_changed(tmp_path, RLVR, whole | changes))
     assert tree.get("whiten_over") == whitening
+    assert tree.get("zero_variance") == equal_groups, "groups with equal rewards count in a deviation that they share"
     assert tree.get("reward_normalization") == normalization
 
 

@@ -148,6 +148,8 @@ def test_grpo_becomes_rlvr(tmp_path: Path):
         ("beta: 0.04", "zero_variance", "train"),
         ("entropy_coef: 0.01", "zero_variance", "train"),
         ("beta: 0.0", "zero_variance", None),
+        # and count in the batch's deviation
+        ("scale_rewards: batch", "zero_variance", "train"),
         ("{sync_ref_model: true, beta: 0.1, num_generations: 8}", "ref_model_sync_steps", 512),
         ("{sync_ref_model: true, beta: 0.1, num_generations: 8}", "ref_model_mixup_alpha", 0.6),
         ("{sync_ref_model: true, beta: 0.1, num_iterations: 2, ref_model_sync_steps: 64}", "ref_model_sync_steps", 32),
@@ -293,7 +295,8 @@ def test_rloo_has_ratios_of_responses_and_a_kl_in_the_reward(tmp_path: Path):
     assert any("less beta times their KL" in remark for remark in imported.remarks)
     text = "{beta: 0.0, normalize_advantages: true, reward_clip_range: [-1, 1], use_vllm: true}"
     tree, reports, remarks = translate_trl(write(tmp_path, "rloo.yaml", text))
-    assert (tree.get("init_kl_coef"), tree.get("zero_variance"), tree["whiten_advantages"]) == (None, None, True)
+    assert (tree.get("init_kl_coef"), tree["zero_variance"], tree["whiten_advantages"]) == (None, "train", True)
+    assert "zero_variance" not in translate_trl(write(tmp_path, "rloo.yaml", "beta: 0.0"))[0]
     assert "train_infer_correction" not in tree, "TRL's RLOO corrects nothing"
     assert statuses(reports)["reward_clip_range"] == "no counterpart"
     assert not any("times their KL" in remark for remark in remarks)

@@ -197,6 +197,8 @@ OVERLONG = "+reward_model.reward_kwargs.overlong_buffer_cfg"
         ((f"{ACTOR}.use_kl_loss=True",), {"zero_variance": "train"}),
         ((f"{ACTOR}.entropy_coeff=0.001",), {"zero_variance": "train"}),
         ((f"{ACTOR}.entropy_coeff=0",), {"zero_variance": None}),
+        # and count in whitening
+        (("algorithm.adv_estimator=reinforce_plus_plus_baseline",), {"zero_variance": "train"}),
         # verl whitens what the critic estimates, and discounts for two estimators alone
         (("algorithm.adv_estimator=gae", "algorithm.gamma=0.99"), {"whiten_advantages": True, "gamma": 0.99}),
         (("algorithm.adv_estimator=gae", f"{ACTOR}.use_kl_loss=True"), {"zero_variance": None}),
