@@ -49,24 +49,31 @@ class AgentTask:
     observation: str
     """First observation."""
     max_steps: int
-    _connection: HTTPConnection | None = field(default=None, repr=False, compare=False)
+    _idle: list[HTTPConnection] = field(default_factory=list[HTTPConnection], repr=False, compare=False)
+    """Connections that no call uses."""
 
     def step(self, action: str) -> EnvReply:
-        """Step the env.
+        """Step the env; calls of several threads take turns.
 
         Raises:
             RuntimeError: the env failed, or the episode ended.
         """
         address = urlsplit(self.env_url)
-        if self._connection is None:
-            self._connection = HTTPConnection(address.netloc)
-        idle = self._connection.sock
-        if idle is not None and _is_readable(idle):
-            self._connection.close()  # the server closed it while the agent was idle; the request reopens it
-        headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
-        self._connection.request("POST", f"{address.path}/step", json.dumps({"action": action}), headers)
-        answer = self._connection.getresponse()
-        body = json.loads(answer.read())
+        try:
+            connection = self._idle.pop()  # of one thread alone
+        except IndexError:
+            connection = HTTPConnection(address.netloc)
+        try:
+            if connection.sock is not None and _is_readable(connection.sock):
+                connection.close()  # the server closed it while the agent was idle; the request reopens it
+            headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
+            connection.request("POST", f"{address.path}/step", json.dumps({"action": action}), headers)
+            answer = connection.getresponse()
+            body = json.loads(answer.read())
+        except BaseException:
+            connection.close()
+            raise
+        self._idle.append(connection)
         if answer.status != 200:
             raise RuntimeError(body["error"]["message"])
         return EnvReply(**body)
@@ -84,7 +91,7 @@ class AgentTask:
         }
 
     def plain(self) -> dict[str, Any]:
-        return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "_connection"}
+        return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "_idle"}
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> "AgentTask":

@@ -1,9 +1,13 @@
+import contextlib
 import json
 import os
+import pickle
 import signal
 import sys
 import threading
 import tracemalloc
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -31,11 +35,37 @@ class Handler(BaseHTTPRequestHandler):
         """Says nothing."""
 
 
+class MeetingHandler(Handler):
+    """Answers steps only once two are under way."""
+
+    both = threading.Barrier(2)
+
+    def do_POST(self) -> None:
+        self.both.wait(10)
+        super().do_POST()
+        self.close_connection = False
+
+
+class FallingHandler(Handler):
+    """Hangs up on the first step without an answer."""
+
+    num_calls = 0
+
+    def do_POST(self) -> None:
+        FallingHandler.num_calls += 1
+        if FallingHandler.num_calls == 1:
+            self.close_connection = True
+        else:
+            super().do_POST()
+
+
 class Server(ThreadingHTTPServer):
     """Tells when it has closed a connection."""
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+    daemon_threads = True
+
+    def __init__(self, handler: type[Handler] = Handler) -> None:
+        super().__init__(("127.0.0.1", 0), handler)
         self.closed = threading.Event()
 
     def shutdown_request(self, request: Any) -> None:
@@ -43,19 +73,42 @@ class Server(ThreadingHTTPServer):
         self.closed.set()
 
 
-def test_an_agent_survives_the_timeout_of_its_idle_connection():
-    with Server() as server:
-        serving = threading.Thread(target=server.serve_forever)
-        serving.start()
+@contextlib.contextmanager
+def serving(handler: type[Handler] = Handler) -> Iterator[tuple[Server, AgentTask]]:
+    with Server(handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
         origin = f"http://127.0.0.1:{server.server_port}"
-        task = AgentTask(f"{origin}/v1", "key", origin, f"{origin}/env", "policy", "Tag", 1, "", "", 3)
+        try:
+            yield server, AgentTask(f"{origin}/v1", "key", origin, f"{origin}/env", "policy", "Tag", 1, "", "", 3)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_steps_of_parallel_tool_calls_get_their_own_replies():
+    """As frameworks make the calls of one answer, in threads."""
+    with serving(MeetingHandler) as (_, task), ThreadPoolExecutor(2) as threads:
+        for _ in range(2):
+            replies = list(threads.map(task.step, ("Left", "Right")))
+            assert [reply.observation for reply in replies] == ["Left", "Right"]
+        assert pickle.loads(pickle.dumps(AgentTask.of(task.plain()))) == task
+
+
+def test_a_step_that_failed_leaves_the_next_ones_alone():
+    with serving(FallingHandler) as (_, task):
+        with pytest.raises(ConnectionError):
+            task.step("Left")
+        assert task.step("Right").observation == "Right"
+
+
+def test_an_agent_survives_the_timeout_of_its_idle_connection():
+    with serving() as (server, task):
         for action in ("Left", "Right", "Up"):
             assert task.step(action).observation == action
             assert server.closed.wait(5)
             server.closed.clear()
             assert AgentTask.of(json.loads(task.environment()["OFFBEAT_TASK"])) == task
-        server.shutdown()
-        serving.join()
 
 
 def test_only_the_end_of_a_commands_output_is_retained():
