@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Callable
 from importlib import import_module
+from itertools import compress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -300,12 +301,20 @@ def test_curves_that_are_opened_before_the_first_step_show_it(
 
 def test_the_bars_of_groups_in_flight_end_now(control_url: str, page: Any) -> None:
     """The others ended within seconds of their start."""
-    page.clock.set_system_time(time.time() + 864_000)
+    now = time.time() + 864_000
+    page.clock.set_fixed_time(now)
     page.goto(f"{control_url}/ui/#/groups/lake")
     page.locator("svg.gantt").first.wait_for()
+    groups = page.request.get(f"{control_url}/runs/lake/groups").json()["groups"]
+    began = [group["trained_at"] or group["submitted_at"] or group["admitted_at"] for group in groups]
+    ends_now = [group["ended_at"] is None for group in groups]
     titles = page.locator("svg.gantt title").all_text_contents()
-    assert titles[0].startswith("played 864,")
-    assert sum("864," in title for title in titles) == 3
+    last_spans_s = [float(title.split()[-2].replace(",", "")) for title in titles]
+    assert ends_now.count(True) == 3
+    assert titles[0].startswith("played ")
+    assert [seconds > 400_000 for seconds in last_spans_s] == ends_now
+    for seconds, start in compress(zip(last_spans_s, began, strict=True), ends_now):
+        assert seconds == pytest.approx(now - start, abs=1)
 
 
 def test_bars_of_groups_fill_their_axis_beside_a_browser_whose_clock_is_slow(control_url: str, page: Any) -> None:
