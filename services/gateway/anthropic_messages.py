@@ -21,6 +21,7 @@ from offbeat.services.gateway.request_fields import (
     require_function,
     require_messages,
     stop_words,
+    take_prefill,
     words,
 )
 from offbeat.services.gateway.session import InvalidCallError, ModelReply, ModelRequest
@@ -33,9 +34,7 @@ def read_messages(body: Body) -> ModelRequest:
     messages = [ChatMessage("system", system)] if system else []
     for index, message in enumerate(read_list(body, "messages")):
         messages += _read(message, f"messages[{index}]")
-    # a final assistant message is the beginning of the answer
-    prefill = messages.pop() if messages and messages[-1].role == "assistant" else ChatMessage("assistant", "")
-    require(not prefill.tool_calls, "messages: the last one uses tools, whose results are missing")
+    prefill = take_prefill(messages)
     tool_choice = read_object(body, "tool_choice")
     choice = tool_choice.get("type", "auto")
     forced = ("tool_choice",) if choice in ("any", "tool") else ()
@@ -47,7 +46,7 @@ def read_messages(body: Body) -> ModelRequest:
         max_tokens=number(body, "max_tokens"),
         stop=stop_words(body.get("stop_sequences"), "stop_sequences"),
         ignored=find_ignored_parameters(body, (*forced, *single)),
-        prefill=prefill.content,
+        prefill=prefill,
     )
 
 

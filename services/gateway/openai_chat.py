@@ -24,6 +24,7 @@ from offbeat.services.gateway.request_fields import (
     require_function,
     require_messages,
     stop_words,
+    take_prefill,
     words,
 )
 from offbeat.services.gateway.session import InvalidCallError, ModelReply, ModelRequest
@@ -34,13 +35,15 @@ TOKEN_IDS = range(1 << 31)
 
 
 def read_chat(body: Body) -> ModelRequest:
-    messages = tuple(_message(message, i) for i, message in enumerate(read_list(body, "messages")))
+    given = read_list(body, "messages")
+    messages = [_message(message, i) for i, message in enumerate(given)]
+    prefill = take_prefill(messages) if _continues_last(body, given) else ""
     choice = body.get("tool_choice")
     forced = ("tool_choice",) if choice not in (None, "auto", "none") else ()
     shape = read_object(body, "response_format")
     shaped = ("response_format",) if shape.get("type", "text") != "text" else ()
     return ModelRequest(
-        require_messages(messages),
+        require_messages(tuple(messages)),
         _tools(read_tools(body, _is_function, "functions", are_called=choice != "none")),
         reads_calls=choice != "none",
         max_tokens=number(body, "max_completion_tokens", "max_tokens"),
@@ -48,7 +51,19 @@ def read_chat(body: Body) -> ModelRequest:
         stop=stop_words(body.get("stop"), "stop"),
         wants_logprobs=bool(body.get("logprobs")),
         ignored=find_ignored_parameters(body, (*forced, *shaped)),
+        prefill=prefill,
     )
+
+
+def _continues_last(body: Body, messages: Sequence[Body]) -> bool:
+    """Return whether the last message begins the answer: vLLM's parameter, or the field of Mistral's and DeepSeek's."""
+    continues = bool(body.get("continue_final_message") or (messages and messages[-1].get("prefix")))
+    if continues:
+        is_answer = bool(messages) and messages[-1]["role"] == "assistant"
+        require(is_answer, "continue_final_message: the last message is not the assistant's")
+    elif body.get("add_generation_prompt") is False:
+        raise InvalidCallError("add_generation_prompt: false is not supported without continue_final_message")
+    return continues
 
 
 def _is_function(tool: Any) -> bool:
@@ -90,6 +105,7 @@ def _message(message: Any, index: int) -> ChatMessage:
     require(isinstance(message, Mapping) and isinstance(message.get("role"), str), f"{where} has no role")
     role = "system" if message["role"] in SYSTEM_ROLES else str(message["role"])
     require(role in ("system", "user", "assistant", "tool"), f"{where}: role {role!r} is not known")
+    require(not message.get("function_call"), f"{where}.function_call is not supported: send tool_calls")
     return ChatMessage(
         role,
         words(message.get("content"), f"{where}.content"),

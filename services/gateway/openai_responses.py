@@ -28,6 +28,7 @@ from offbeat.services.gateway.session import InvalidCallError, ModelReply, Model
 
 def read_responses(body: Body, earlier: Sequence[ChatMessage]) -> ModelRequest:
     """Convert a request; `earlier`: of `previous_response_id`."""
+    require(not body.get("prompt"), "prompt is not supported: send instructions and input")
     items = body.get("input")
     items = [{"role": "user", "content": items}] if isinstance(items, str) else items
     require(isinstance(items, list), "input: a text or a list of items is needed")

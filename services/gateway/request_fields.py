@@ -14,9 +14,22 @@ IGNORED = (
     *("min_tokens", "ignore_eos", "stop_token_ids", "bad_words", "best_of", "use_beam_search", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *("thinking", "reasoning", "reasoning_effort", "chat_template_kwargs"),
+    *("allowed_token_ids", "include_stop_str_in_output", "output_config", "output_format", "context_management"),
+    *("truncation", "background", "max_tool_calls"),
 )
 """Of vLLM's, OpenAI's and Anthropic's, besides those of the sampling; counted unless false, empty or `DEFAULTS`."""
-DEFAULTS = {"best_of": 1, "thinking": {"type": "disabled"}}
+DEFAULTS = {"best_of": 1, "thinking": {"type": "disabled"}, "truncation": "disabled"}
+IGNORED_IF_FALSE = ("parallel_tool_calls", "skip_special_tokens")
+"""Parameters that are true by default."""
+REFUSED_UNLESS_EMPTY = {
+    "functions": "offer them as tools",
+    "mcp_servers": "offer their functions as tools",
+    "documents": "write them into a message",
+    "conversation": "send its items in input, or previous_response_id",
+    "chat_template": "the run's key chat_template replaces the policy's",
+    "truncate_prompt_tokens": "send fewer messages",
+}
+"""Parameters that change the conversation, with what to send instead."""
 REFUSED_UNLESS_ZERO = ("presence_penalty", "frequency_penalty", "logit_bias", "echo", "suffix")
 REFUSED_UNLESS_ONE = ("repetition_penalty", "length_penalty")
 REFUSAL = "can't be followed: the policy's own distribution is what is trained"
@@ -114,10 +127,21 @@ def find_ignored_parameters(body: Body, others: Iterable[str] = ()) -> tuple[str
         require(not body.get(key), f"{key} {REFUSAL}")
     for key in REFUSED_UNLESS_ONE:
         require(body.get(key) in (None, 1), f"{key} {REFUSAL}")
+    for key, remedy in REFUSED_UNLESS_EMPTY.items():
+        require(not body.get(key), f"{key} is not supported: {remedy}")
     own = (key for key in OWN_SAMPLING if body.get(key) is not None)
     ignored = (key for key in (*IGNORED, "top_logprobs") if body.get(key) and body[key] != DEFAULTS.get(key))
-    parallel = ("parallel_tool_calls",) if body.get("parallel_tool_calls") is False else ()
-    return (*own, *ignored, *parallel, *others)
+    false = (key for key in IGNORED_IF_FALSE if body.get(key) is False)
+    return (*own, *ignored, *false, *others)
+
+
+def take_prefill(messages: list[ChatMessage]) -> str:
+    """Remove a final assistant message, the beginning of the answer; return its text."""
+    if not messages or messages[-1].role != "assistant":
+        return ""
+    last = messages.pop()
+    require(not last.tool_calls, "messages: the last one uses tools, whose results are missing")
+    return last.content
 
 
 def require_messages(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:

@@ -69,6 +69,64 @@ async def test_a_body_that_can_not_be_answered_is_refused(hermes: ChatTemplate, 
     assert re.search(problem, response.json()["error"]["message"])
 
 
+CALLED = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
+FIRST = {"role": "assistant", "content": "1,"}
+
+
+@pytest.mark.parametrize(
+    ("path", "changes", "problem"),
+    [
+        ("/v1/chat/completions", {"functions": [FUNCTION]}, "functions is not supported: offer them as tools"),
+        ("/v1/chat/completions", {"messages": [*HELLO, CALLED]}, r"messages\[1\].function_call is not supported"),
+        ("/v1/chat/completions", {"documents": [{"text": "a"}]}, "documents is not supported"),
+        ("/v1/chat/completions", {"chat_template": "{{ messages }}"}, "chat_template is not supported"),
+        ("/v1/chat/completions", {"truncate_prompt_tokens": 9}, "truncate_prompt_tokens is not supported"),
+        ("/v1/chat/completions", {"add_generation_prompt": False}, "add_generation_prompt: false is not supported"),
+        ("/v1/chat/completions", {"continue_final_message": True}, "the last message is not the assistant's"),
+        ("/v1/responses", {"conversation": "conv_1"}, "conversation is not supported: .*previous_response_id"),
+        ("/v1/responses", {"prompt": {"id": "pmpt_1"}}, "prompt is not supported"),
+        ("/v1/messages", {"mcp_servers": [{"name": "a"}]}, "mcp_servers is not supported"),
+    ],
+)
+async def test_what_would_change_the_conversation_is_refused(
+    hermes: ChatTemplate, path: str, changes: dict[str, Any], problem: str
+):
+    session = session_of(Scripted(hermes, []))
+    response = await post(session, path, {**REQUESTS[path], **changes})
+    assert (response.status_code, session.tree.nodes) == (400, [])
+    assert re.search(problem, response.json()["error"]["message"])
+
+
+UNSET = {"functions": None, "function_call": "auto", "documents": [], "chat_template": None, "mcp_servers": []}
+
+
+async def test_unset_fields_of_a_conversation_are_read(hermes: ChatTemplate):
+    """Clients send back messages with all of their fields."""
+    session = session_of(Scripted(hermes, ["yes"]))
+    messages = [*HELLO, {**CALLED, "content": "no", "function_call": None}, *HELLO]
+    response = await post(session, "/v1/chat/completions", {"messages": messages, **UNSET})
+    assert (response.status_code, session.close().metrics["ignored_parameters"]) == (200, 0)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        ([FIRST], {"continue_final_message": True, "add_generation_prompt": False}),
+        ([{**FIRST, "prefix": True}], {}),
+    ],
+)
+async def test_a_final_assistant_message_of_a_chat_is_continued(
+    hermes: ChatTemplate, how: tuple[list[dict[str, Any]], dict[str, Any]]
+):
+    """By vLLM's names, and by Mistral's and DeepSeek's."""
+    last, parameters = how
+    session = session_of(policy := Scripted(hermes, [" 2"]))
+    response = await post(session, "/v1/chat/completions", {"messages": [*HELLO, *last], **parameters})
+    assert (response.status_code, response.json()["choices"][0]["message"]["content"]) == (200, " 2")
+    assert hermes.text_of(policy.sent[0]).endswith("assistant\n1,")
+    assert session.close().metrics["ignored_parameters"] == 0
+
+
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
 async def test_a_tool_without_a_name_is_refused_by_each_api(hermes: ChatTemplate, path: str):
     body = REQUESTS[path]
@@ -95,6 +153,17 @@ async def test_a_tool_that_is_no_function_is_refused_where_it_can_be_called(herm
         ({"repetition_penalty": 1.0, "min_tokens": 0, "ignore_eos": False, "stop_token_ids": []}, 0),
         ({"thinking": {"type": "disabled"}, "best_of": 1}, 0),
         ({"thinking": {"type": "enabled", "budget_tokens": 9}, "best_of": 2}, 2),
+        ({"skip_special_tokens": True, "truncation": "disabled", "include_stop_str_in_output": False}, 0),
+        ({"skip_special_tokens": False, "include_stop_str_in_output": True, "allowed_token_ids": [5]}, 3),
+        ({"truncation": "auto", "background": True, "max_tool_calls": 3}, 3),
+        (
+            {
+                "output_config": {"effort": "low"},
+                "output_format": {"type": "json_schema"},
+                "context_management": {"a": 1},
+            },
+            3,
+        ),
     ],
 )
 async def test_parameters_that_are_not_followed_are_counted(
