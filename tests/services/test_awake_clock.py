@@ -1,7 +1,6 @@
 """Limits on a clock that stands still while the engines sleep."""
 
 import asyncio
-import time
 from contextlib import suppress
 
 import pytest
@@ -19,21 +18,42 @@ async def limited(clock: AwakeClock, seconds: float) -> float:
     return clock.time() - began
 
 
-async def test_a_limit_counts_the_time_of_its_clock() -> None:
-    clock, began = AwakeClock(), time.monotonic()
-    limits = [asyncio.create_task(limited(clock, seconds)) for seconds in (0.2, 0.3)]
-    await asyncio.sleep(0.05)
+class ManualTime:
+    """Time of the loop's timers and of clocks, which a test advances."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def advance(self, seconds: float) -> None:
+        """Let the timers until then fire, and the tasks that they wake run."""
+        self.now += seconds
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+
+async def test_a_limit_counts_the_time_of_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    time, clock = ManualTime(), AwakeClock()
+    monkeypatch.setattr("offbeat.services.awake_clock.time", time)
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", time.monotonic)
+    limits = [asyncio.create_task(limited(clock, seconds)) for seconds in (2.0, 3.0)]
+    await time.advance(0.0)
+    await time.advance(1.5)
     with clock.stopped():
-        late = asyncio.create_task(limited(clock, 0.1))
-        await asyncio.sleep(0.5)
-        assert not any(task.done() for task in (*limits, late))
+        limits.append(asyncio.create_task(limited(clock, 1.0)))
+        await time.advance(100.0)
+        assert not any(task.done() for task in limits)
         stopped = clock.time()
         with clock.stopped():
             pass
         assert clock.time() == stopped, "of overlapping stops, the last ends it"
-    for counted, seconds in zip(await asyncio.gather(*limits, late), (0.2, 0.3, 0.1), strict=True):
-        assert counted >= 0.99 * seconds
-    assert time.monotonic() - began > 0.7
+    for done in ([False, False, False], [True, False, False], [True, False, True], [True, True, True]):
+        await time.advance(0.4)
+        assert [task.done() for task in limits] == done
+    for counted, seconds in zip(await asyncio.gather(*limits), (2.0, 3.0, 1.0), strict=True):
+        assert seconds <= counted <= seconds + 0.4
 
 
 async def test_an_expired_limit_is_left_alone() -> None:
