@@ -41,6 +41,10 @@ class NamedAdapter:
     def version_at(self, change: int) -> int:
         return self.versions[bisect_right(self.changes, change) - 1]
 
+    def change_at(self, change: int) -> int:
+        """Return the change at which the version began that a change of the engine found."""
+        return self.changes[bisect_right(self.changes, change) - 1]
+
 
 class VllmAdapterEngine:
     def __init__(self, engine: VllmEngine, max_adapters: int, max_top: int) -> None:
@@ -106,11 +110,18 @@ class VllmAdapterEngine:
         await self._finish(partial(self._drop, name))
 
     async def generate_with_top(
-        self, request: GenerateRequest, adapter: str, num_top: int, is_end: EndCheck | None = None
+        self,
+        request: GenerateRequest,
+        adapter: str,
+        num_top: int,
+        is_end: EndCheck | None = None,
+        *,
+        repeats: bool = True,
     ) -> TopCompletion:
         """Sample, with the most likely tokens in each sampled one's place; refused requests yield `error`.
 
-        is_end: a few tokens may follow the end that it finds.
+        is_end: a few tokens may follow the end that it finds. repeats: sample again if the adapter changes before the
+        first token, as part of the prompt may have the former weights.
 
         Raises:
             RetryableError: the engine died.
@@ -121,7 +132,9 @@ class VllmAdapterEngine:
         if is_end:
             parameters.output_kind = RequestOutputKind.CUMULATIVE
         try:
-            output, source = await self._run(request.request_id, request.prompt, adapter, parameters, is_end)
+            output, source = await self._run(
+                request.request_id, request.prompt, adapter, parameters, is_end, repeats=repeats
+            )
         except GenerationError as error:
             return TopCompletion(Completion(request.request_id, error=str(error)))
         (answer,) = output.outputs
@@ -159,18 +172,41 @@ class VllmAdapterEngine:
         self._engine.close()
 
     async def _run(
-        self, request_id: str, prompt: Sequence[int], name: str, parameters: Any, is_end: EndCheck | None = None
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        name: str,
+        parameters: Any,
+        is_end: EndCheck | None = None,
+        *,
+        repeats: bool = True,
     ) -> tuple[Any, NamedAdapter]:
-        """Return vLLM's output and the adapter; raises GenerationError, RetryableError."""
-        from vllm.exceptions import VLLMClientError
+        """Return vLLM's output and the adapter. repeats: as in `generate_with_top`
+
+        Raises:
+            GenerationError: the request is refused.
+            RetryableError: the engine died.
+        """
         from vllm.inputs import tokens_input
         from vllm.lora.request import LoRARequest
 
-        async with self._changing:  # a request that came in a pause would continue an older version's keys and values
-            adapter = self._find(prompt, name)
-        # by changes: versions and names may come again with other weights
-        tokens = tokens_input(list(prompt), cache_salt=f"{self._base.changes[-1]}/{adapter.changes[-1]}")
-        lora = LoRARequest(name, adapter.number, adapter.folder) if name else None
+        while True:
+            # a request that came in a pause would continue an older version's keys and values
+            async with self._changing:
+                adapter = self._find(prompt, name)
+                # by changes: versions and names may come again with other weights
+                base, change = self._base.changes[-1], adapter.changes[-1]
+            tokens = tokens_input(list(prompt), cache_salt=f"{base}/{change}")
+            lora = LoRARequest(name, adapter.number, adapter.folder) if name else None
+            output = await self._submit(request_id, tokens, parameters, lora, is_end)
+            spans = output.outputs[0].weight_versions
+            if not repeats or not spans or adapter.change_at(int(spans[0].version)) == change:
+                return output, adapter
+
+    async def _submit(self, request_id: str, tokens: Any, parameters: Any, lora: Any, is_end: EndCheck | None) -> Any:
+        """Return vLLM's output; raises as `_run`."""
+        from vllm.exceptions import VLLMClientError
+
         try:
             with engine_failures():
                 sampling = self._llm.generate(tokens, parameters, request_id, lora_request=lora)
@@ -179,7 +215,7 @@ class VllmAdapterEngine:
                     if is_end and not output.finished and is_end(output.outputs[0].token_ids):
                         is_end = None
                         await self._engine.abort([request_id])
-                return output, adapter
+                return output
         except (VLLMClientError, ValueError) as error:
             raise GenerationError(str(error)) from error
 

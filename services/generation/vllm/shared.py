@@ -41,7 +41,8 @@ class RunEngine:
         self._num_running += 1
         self._idle.clear()
         try:
-            top = await self._shared.adapters.generate_with_top(named, self._name, 0)
+            # not repeated: the replica samples again, and counts it
+            top = await self._shared.adapters.generate_with_top(named, self._name, 0, repeats=False)
         finally:
             self._num_running -= 1
             if not self._num_running:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,12 +21,14 @@ FOLDER = Path("/adapter")
 
 
 class FakeLlm:
-    """Samples one token at once; versions and salts are recorded."""
+    """Samples one token once it `may_sample`; versions and salts are recorded."""
 
     def __init__(self) -> None:
         self.version = "default"
         self.salts: list[str] = []
         self.removed: list[int] = []
+        self.may_sample = asyncio.Event()
+        self.may_sample.set()
 
     async def update_weight_version(self, version: str) -> None:
         self.version = version
@@ -36,10 +38,12 @@ class FakeLlm:
 
     async def generate(self, prompt: Any, *_: object, **__: object) -> AsyncIterator[Any]:
         self.salts.append(prompt["cache_salt"])
+        await self.may_sample.wait()
         logprobs = SimpleNamespace(start_indices=[0], end_indices=[1], logprobs=[-0.5], token_ids=[7])
         spans = [SimpleNamespace(version=self.version, start=0, end=1)]
         answer = SimpleNamespace(token_ids=[7], logprobs=logprobs, weight_versions=spans, finish_reason="stop")
-        yield SimpleNamespace(outputs=[answer], num_cached_tokens=0)
+        scores = SimpleNamespace(start_indices=[0, 0], end_indices=[0, 1], logprobs=[-0.5], token_ids=[7])
+        yield SimpleNamespace(outputs=[answer], prompt_logprobs=scores, num_cached_tokens=0)
 
 
 class FakeEngine:
@@ -72,18 +76,18 @@ class FakeEngine:
         return ""
 
 
-async def start() -> tuple[FakeEngine, VllmAdapterEngine]:
+async def start(max_adapters: int = 1) -> tuple[FakeEngine, VllmAdapterEngine]:
     """Return the engine with adapter `a` at version 1."""
     fake = FakeEngine()
-    engine = VllmAdapterEngine(cast("VllmEngine", fake), max_adapters=1, max_top=4)
+    engine = VllmAdapterEngine(cast("VllmEngine", fake), max_adapters=max_adapters, max_top=4)
     await engine.load(Path("/base"), 0)
     await engine.put_adapter("a", FOLDER, 1)
     return fake, engine
 
 
-async def sample_version(engine: VllmAdapterEngine, adapter: str = "a") -> int:
+async def sample_version(engine: VllmAdapterEngine, adapter: str = "a", *, repeats: bool = True) -> int:
     request = GenerateRequest("r", (1, 2), Sampling(max_new_tokens=1))
-    completion = (await engine.generate_with_top(request, adapter, 0)).completion
+    completion = (await engine.generate_with_top(request, adapter, 0, repeats=repeats)).completion
     assert not completion.error
     return completion.versions[0].version
 
@@ -131,6 +135,28 @@ async def test_the_cache_is_shared_by_equal_weights_alone() -> None:
     first, again, *others = fake.llm.salts
     assert first == again
     assert len({first, *others}) == 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "is_repeated"),
+    [("sample", "a", True), ("score", "a", True), ("sample", "b", False), ("once", "a", False)],
+)
+async def test_a_request_that_waited_for_a_change_is_made_again(kind: str, changed: str, is_repeated: bool) -> None:
+    """Its salt is that of the former weights, under which others may have computed the prompt's keys and values."""
+    fake, engine = await start(max_adapters=2)
+    fake.llm.may_sample.clear()
+    calls: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
+        "sample": lambda: sample_version(engine),
+        "score": lambda: engine.score((1, 2), "a"),
+        "once": lambda: sample_version(engine, repeats=False),
+    }
+    request = asyncio.create_task(calls[kind]())
+    await wait_until(lambda: len(fake.llm.salts) == 1)
+    await engine.put_adapter(changed, FOLDER, 2)
+    fake.llm.may_sample.set()
+    await request
+    assert len(fake.llm.salts) == (2 if is_repeated else 1)
+    assert len(set(fake.llm.salts)) == len(fake.llm.salts)
 
 
 async def test_a_dead_engine_is_distinguished_from_a_bad_adapter() -> None:
