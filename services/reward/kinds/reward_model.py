@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from jinja2 import TemplateError
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from offbeat.services.chat.tokenizer import load_tokenizer
+from offbeat.services.errors import RolloutError
 from offbeat.services.reward.errors import Failure, RewardError
 from offbeat.services.reward.kinds.model_config import RewardModelConfig
 from offbeat.services.reward.sample import RewardSample, final_text, text_of
@@ -82,9 +84,9 @@ class ConversationScorer:
         if not folder.is_dir():
             raise ValueError(f"reward {config.name!r}: model_args.model_name_or_path: no such folder: {folder}")
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            self._tokenizer: Any = load_tokenizer(folder)
             model = _load_model(config)
-        except (OSError, ValueError, RuntimeError, ImportError) as error:
+        except (RolloutError, OSError, ValueError, RuntimeError, ImportError) as error:
             raise ValueError(f"reward {config.name!r}: {folder} can't be loaded: {error}") from error
         if self._tokenizer.chat_template is None:
             raise ValueError(f"reward {config.name!r}: the tokenizer of {folder} has no chat template")

@@ -1,4 +1,5 @@
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from offbeat.services.chat.assistant_tokens import AssistantTokens
 from offbeat.services.reward.errors import Failure, RewardError
 from offbeat.services.reward.factory import build_function
 from offbeat.services.reward.kinds.reward_model import ConversationScorer
@@ -20,6 +22,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reward-model")
     write_reward_model(folder, num_labels=2)
     return folder
+
+
+def test_tokens_are_those_of_training(tmp_path: Path):
+    """Transformers' classes rebuild some architectures' tokenizers, and ignore tokenizer.json."""
+    write_reward_model(tmp_path)
+    changes: dict[str, dict[str, Any]] = {
+        "tokenizer_config.json": {"tokenizer_class": "LlamaTokenizerFast"},
+        "config.json": {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
+    }
+    for name, values in changes.items():
+        path = tmp_path / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    config, one = config_of("reward_model", model_args={"model_name_or_path": str(tmp_path)}), sample("Of  the air")
+    messages = [*map(dict, one.prompt), {"role": "assistant", "content": one.response}]
+    assert ConversationScorer(config).tokenize(one) == AssistantTokens(tmp_path).tokenize(messages).tokens
 
 
 def score_all(
