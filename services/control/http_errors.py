@@ -49,6 +49,8 @@ STATUS_DESCRIPTIONS = {
     429: "Too many calls, event streams, validations, replays, reproductions or plans at once.",
     503: "Redis is unavailable: retry.",
 }
+RETRY = {"Retry-After": "1"}  # in seconds
+HEADERS_BY_STATUS: dict[int, dict[str, str]] = {401: {"WWW-Authenticate": "Bearer"}, 429: RETRY, 503: RETRY}
 STATUS_BY_ERROR: dict[type[Exception], tuple[int, str]] = {
     UnknownRunError: (404, "unknown_run"),
     LostRecordError: (503, "state_unreachable"),
@@ -98,7 +100,7 @@ def error_response(
     if (more := len(problems) - MAX_PROBLEMS) > 0:
         message = f"{message}; {more:,} more problems are not listed"
     body = ErrorView(error=ErrorBody(code=code, message=_text(message), problems=shown))
-    sent = {**(headers or {}), **({"WWW-Authenticate": "Bearer"} if status == 401 else {})}
+    sent = {**(headers or {}), **HEADERS_BY_STATUS.get(status, {})}
     if close or status == 413:
         sent["Connection"] = "close"
     return JSONResponse(body.model_dump(mode="json"), status, sent)

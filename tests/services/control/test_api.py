@@ -290,6 +290,7 @@ async def test_a_lost_redis_is_a_503_and_the_client_may_try_again():
     async with api_harness("redis://127.0.0.1:1/0") as api:
         answer = await api.http.get("/runs")
         assert (answer.status_code, code(answer)) == (503, "state_unreachable")
+        assert answer.headers["Retry-After"] == "1"
         assert (await api.http.get("/healthz")).status_code == 503
         with pytest.raises(RetryableError):
             await api.client.runs()
