@@ -140,15 +140,16 @@ def test_programs_are_run_against_their_tests(tmp_path: Path):
 
 @needs_sandbox
 @pytest.mark.parametrize(
-    ("limits", "error"), [({"timeout_s": 1}, "out of time"), ({"timeout_s": 20, "cpu_s": 1}, "exit code -9")]
+    ("limits", "error"), [({"timeout_s": 1}, "out of time"), ({"timeout_s": 100, "cpu_s": 1}, "exit code -9")]
 )
 def test_a_program_that_is_slow_in_every_test_is_wrong_within_max_total_s(
-    limits: dict[str, Any], error: str, tmp_path: Path
+    limits: dict[str, Any], error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """One that is right in every test is not cut short."""
+    monkeypatch.setattr("offbeat.envs.dataset.program_checker.END_TIMEOUT_S", 60.0)
     rows = [{"question": "double", "tests": ["assert double(2) == 4"] * 10}]
-    limits = {"max_total_s": 0.01, "sandbox": limits}
-    env = make("code", dataset_name=write(tmp_path / "code.jsonl", rows), split="any", reward="pass_rate", **limits)
+    settings = {"dataset_name": write(tmp_path / "code.jsonl", rows), "split": "any", "reward": "pass_rate"}
+    env = make("code", **settings, max_total_s=0.01, sandbox=limits)
     env.reset(seed=0)
     num_started = 0
     run_test = env._run_test
@@ -161,7 +162,9 @@ def test_a_program_that_is_slow_in_every_test_is_wrong_within_max_total_s(
     env._run_test = count
     observation, reward, *_ = env.step(CODE.format("all(1 for _ in iter(int, 1))"))
     assert (observation, reward, num_started) == (error, 0.0, 1)
-    assert judged(env, CODE.format("2 * x")) == (1.0, True, True)
+    patient = make("code", **settings, max_total_s=0.01, sandbox={**limits, "timeout_s": 60})
+    patient.reset(seed=0)
+    assert judged(patient, CODE.format("2 * x")) == (1.0, True, True)
 
 
 @needs_sandbox
