@@ -18,7 +18,7 @@ from offbeat.services.control.store import RunStore
 from offbeat.services.keys import RunKeys
 from offbeat.services.redis.connection import connect_async
 from tests.paths import QUICKSTART
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -109,10 +109,10 @@ async def test_a_learner_that_writes_its_checkpoint_is_waited_for(
         mesh = LocalMesh(config, started_at=time.time())
         mesh._redis, mesh._redis_url, mesh.owns_run = redis, redis_url, True
         stopping = asyncio.create_task(mesh.stop_learner())
-        _, waiting = await asyncio.wait({stopping}, timeout=1.5)
+        _, waiting = await asyncio.wait({stopping}, timeout=PATIENCE_S if stage == "train" else 1.5)
         assert bool(waiting) is (stage != "train")
         redis.delete(alive_key(run_id))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             assert await stopping == -1
 
 
