@@ -1,6 +1,6 @@
 """Rewards of finished episodes, between the last token and submit.
 
-Invariant: an episode without a value of each reward of its tag fails by reason.
+Invariant: an episode without a value of each reward of its tag fails by reason, unless an error ended it.
 """
 
 from collections.abc import Mapping
@@ -11,9 +11,10 @@ from offbeat.envs.dataset.files import read_field
 from offbeat.envs.dataset.prompt import RowPrompt
 from offbeat.envs.prompts import ROW_IMAGE
 from offbeat.services.chat.append_only import ChatFormat
-from offbeat.services.messages.types import EpisodeKind, Trajectory
+from offbeat.services.messages.types import EpisodeKind, StopReason, Trajectory
 from offbeat.services.reward.config import COLUMN, RewardsConfig
 from offbeat.services.reward.function import MAX_HUNG_THREADS
+from offbeat.services.reward.kinds.config import RewardConfig
 from offbeat.services.reward.sample import RewardSample
 from offbeat.services.reward.scorer import RewardScorer
 from offbeat.services.rollout.data.config import DataConfig
@@ -33,13 +34,16 @@ class EpisodeRewards:
         self._scorer = scorer
 
     async def add(self, trajectory: Trajectory, kind: EpisodeKind) -> Trajectory:
-        """Return a copy with the score on its last turn, and each reward as a metric; unchanged without an answer.
+        """Return a copy with the score on its last turn, and each reward as a metric; unscored without a last answer.
 
         Raises:
             RewardError: a reward failed.
         """
         if not trajectory.turns:
             return trajectory
+        if trajectory.stop_reason is StopReason.ERROR:  # its last answer is what made the env or agent fail
+            failure = {SUCCESS: 0.0} if self._first(trajectory.tag).is_share else {}
+            return structs.replace(trajectory, metrics={**trajectory.metrics, **failure})
         values = await self._scorer.score(self._sample(trajectory, kind))
         *earlier, last = trajectory.turns
         scored = last._replace(reward=last.reward + self._scorer.combine(values))
@@ -81,5 +85,8 @@ class EpisodeRewards:
 
     def _success(self, tag: str, values: Mapping[str, float]) -> float | None:
         """Return whether the first reward of the tag is 1; None for unbounded values."""
-        first = self._config.of_tag(tag)[0]
+        first = self._first(tag)
         return float(values[first.name] >= 1) if first.is_share else None
+
+    def _first(self, tag: str) -> RewardConfig:
+        return self._config.of_tag(tag)[0]

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from offbeat.envs.dataset import PromptEnv
 from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.messages.types import EpisodeKind, EpisodeTask, GenerateRequest, StopReason
 from offbeat.services.reward.config import RewardsConfig
 from offbeat.services.reward.function import MAX_HUNG_THREADS
 from offbeat.services.reward.sample import RewardSample
-from offbeat.services.rollout.config import CustomEnv, RolloutConfig
+from offbeat.services.rollout.config import CustomEnv, OnEnvError, RolloutConfig
 from offbeat.services.rollout.data.config import DataConfig
 from offbeat.services.rollout.worker import WorkerEnd
 from tests.fakes_rollout import FakeGeneration
@@ -130,6 +131,30 @@ async def test_a_slow_reward_holds_up_no_episode_but_not_without_bound(bench, sa
         GATE.set()
         await b.until_done(16)
     assert len(b.buffer.submitted) == 16
+
+
+class RaisingEnv(PromptEnv):
+    """A tool that can't take the policy's call."""
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        raise ValueError(action)
+
+
+@pytest.mark.parametrize(("first", "success"), [(FORMAT, {"success": 0.0}), (TRUTH, {})])
+async def test_an_episode_that_an_error_ended_has_the_rules_reward(
+    bench, saying, tmp_path: Path, first: dict[str, Any], success: dict[str, float]
+):
+    """What made the env fail is no answer to be scored."""
+    changes = settings(tmp_path, first)
+    rule = {"env_type": f"{__name__}:RaisingEnv", "on_env_error": OnEnvError(reward=-1.0)}
+    changes["custom_envs"] = {"walk": changes["custom_envs"]["walk"].model_copy(update=rule)}
+    async with bench(*group(0), generation=saying("Left"), **changes) as b:
+        await b.until_done(4)
+    assert (b.buffer.failed, SEEN) == ([], [])
+    for trajectory in b.buffer.submitted.values():
+        assert (trajectory.stop_reason, trajectory.reward) == (StopReason.ERROR, -1.0)
+        assert trajectory.metrics.items() >= {**success, "ended_by_error": 1.0}.items()
+        assert {"success", "reward/truth", "reward/word"} & {*trajectory.metrics} == {*success}
 
 
 async def test_a_failed_reward_fails_the_episode_by_reason(bench, saying, tmp_path: Path):
