@@ -2,6 +2,7 @@
 
 import html
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -131,7 +132,7 @@ def rollout(
     seed: int | None = None,
     concurrency: int = 32,
 ) -> pd.DataFrame:
-    """Collect episodes of a run's tasks in this process, a row each.
+    """Collect episodes of a run's tasks in this process, a row each; warn of those that failed.
 
     config: a configuration or a YAML file. agent: `random`, or a policy's folder; None: the newest checkpoint, else
     `pretrain`. held_out: evaluation tasks. group_size: episodes per task. seed: default is the run's. Columns: `tokens`,
@@ -144,6 +145,7 @@ def rollout(
 
     Raises:
         ConfigError: the configuration is invalid, or names no env.
+        RuntimeError: all episodes failed.
         ValueError: a number is out of range, `episodes` is not a multiple of `group_size`, or there is no policy.
     """
     from offbeat.deploy.play.parquet import decode_episode  # noqa: PLC0415
@@ -157,7 +159,13 @@ def rollout(
     kind = EpisodeKind.EVAL if held_out else EpisodeKind.TRAIN
     request = EpisodeRequest(episodes, group_size, kind, config.seed if seed is None else seed, concurrency)
     rollouts = run_coroutine(collect(config, request, agent, _no_progress))
-    return pd.DataFrame([asdict(decode_episode(t, rollouts.chat)) for t in rollouts.result.trajectories])
+    result = rollouts.result
+    if result.failures:
+        failed = f"{result.failures.total()} of {episodes} episodes failed: {result.describe_failures()}"
+        if not result.trajectories:
+            raise RuntimeError(failed)
+        warnings.warn(failed, stacklevel=2)
+    return pd.DataFrame([asdict(decode_episode(t, rollouts.chat)) for t in result.trajectories])
 
 
 def _ignore(_: str) -> None: ...

@@ -70,6 +70,15 @@ class EpisodeRequest:
 class EpisodeResult:
     trajectories: list[Trajectory] = field(default_factory=list[Trajectory])
     failures: Counter[str] = field(default_factory=Counter[str])
+    last_errors: dict[str, EpisodeError] = field(default_factory=dict[str, EpisodeError])
+    """By reason."""
+
+    def add_failure(self, error: EpisodeError) -> None:
+        self.failures[error.reason] += 1
+        self.last_errors[error.reason] = error
+
+    def describe_failures(self) -> str:
+        return ", ".join(f"{self.last_errors[reason]} ({count})" for reason, count in self.failures.most_common())
 
 
 class _LocalEnv:
@@ -137,7 +146,7 @@ async def run_episodes(
                 played = await _play(config, request, number, task, chat, sample, pool, runtime, rows)
                 result.trajectories.append(played if rows is None else await rows.score(played, request.kind))
             except EpisodeError as error:
-                result.failures[error.reason] += 1
+                result.add_failure(error)
             progress(len(result.trajectories) + result.failures.total(), request.episodes)
 
     try:

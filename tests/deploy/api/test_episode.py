@@ -9,6 +9,8 @@ from offbeat.deploy.api.episode import check_env, play, rollout
 from offbeat.deploy.api.run import load_config
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.run import RunConfig
+from offbeat.services.rollout.config import CustomEnv, EnvManagerConfig
+from tests.fakes_rollout import CountingEnv
 
 
 @pytest.mark.parametrize(
@@ -36,6 +38,37 @@ def test_a_rollout_takes_a_file_or_the_configuration_loaded_from_it() -> None:
     path = Path("deploy/configs/quickstart.yaml")
     of_file, loaded = (rollout(config, episodes=2, agent="random") for config in (str(path), load_config(path)))
     assert of_file["seed"].tolist() == loaded["seed"].tolist()
+
+
+class Flaky(CountingEnv):
+    """Raises on odd seeds, or on all of them."""
+
+    def __init__(self, *, always: bool = False) -> None:
+        super().__init__()
+        self._always = always
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        if self._always or (seed or 0) % 2:
+            raise KeyError("boom")
+        return super().reset(seed=seed, options=options)
+
+
+def flaky_run(**env_config: Any) -> RunConfig:
+    lake = load_config(Path("deploy/configs/quickstart.yaml"))
+    flaky = CustomEnv(env_type=f"{__name__}:Flaky", env_config=env_config, max_steps=2, execution="inline")
+    manager = EnvManagerConfig(group_size=1)
+    return lake.model_copy(update={"custom_envs": {"Flaky": flaky}, "val_env_manager": manager})
+
+
+def test_a_rollout_warns_of_episodes_that_failed() -> None:
+    with pytest.warns(UserWarning, match=r"4 of 8 episodes failed: reset_error: KeyError: 'boom' \(4\)"):
+        rows = rollout(flaky_run(), episodes=8, agent="random")
+    assert len(rows) == 4
+
+
+def test_a_rollout_of_failed_episodes_alone_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"2 of 2 episodes failed: reset_error: KeyError: 'boom' \(2\)"):
+        rollout(flaky_run(always=True), episodes=2, agent="random")
 
 
 def test_an_episode_or_a_check_of_no_seed_is_refused() -> None:
