@@ -254,7 +254,7 @@ def _rollout(config: Any, order: Any, agent: str | None, temperature: float | No
         def show(done: int, _: int) -> None:
             bar.update(line, completed=done)
 
-        rollouts = asyncio.run(collect(config, order, agent, show))
+        rollouts = asyncio.run(collect(config, order, agent, show, needs_messages=out.suffix == ".jsonl"))
     played, chat = rollouts.result, rollouts.chat
     if out.suffix == ".jsonl":
         with _writing("--out", out):
@@ -270,6 +270,10 @@ def _rollout(config: Any, order: Any, agent: str | None, temperature: float | No
         played_tags = {t.tag for t in played.trajectories}
         for tag in [tag for tag, env in config.custom_envs.items() if env.agent_runner and tag in played_tags]:
             typer.echo(f"`messages` of {tag} are the env's and its agent's: only the tokens are the policy's")
+        for tag in rollouts.calling_tags:
+            typer.echo(
+                f"`messages` of {tag} are without its functions: only the tokens are what the policy reads and writes"
+            )
     _print_summary(played, order)
     typer.echo(f"wrote {out}" + (f": offbeat inspect {out}" if out.suffix == ".parquet" else ""))
 
@@ -281,7 +285,8 @@ def _print_summary(played: Any, order: Any) -> None:
     from offbeat.trainer.learner.evaluation_metrics import pass_at_k
 
     for reason, count in played.failures.items():
-        typer.secho(f"{count} episode(s) could not be played: {reason}", fg=typer.colors.RED)
+        what = "1 episode" if count == 1 else f"{count} episodes"
+        typer.secho(f"{what} could not be played: {played.last_errors[reason]}", fg=typer.colors.RED)
     done = played.trajectories
     if not done:
         return

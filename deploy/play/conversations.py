@@ -3,7 +3,8 @@
 `messages` for a whole episode, `prompt` and `completion` for one answer, `chosen` and `rejected` for a group's best and
 worst.
 
-Invariant: the messages of a row are one context of the policy: a seat's, or step-wise a turn's.
+Invariant: the messages of a row are one context of the policy: a seat's, or step-wise a turn's. Those of envs with
+functions, and of agents, are none.
 """
 
 import json

@@ -1,6 +1,6 @@
 import atexit
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
@@ -19,7 +19,7 @@ from offbeat.envs import registry
 from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.chat.template_override import write_policy_folder
 from offbeat.services.chat.vision import model_family
-from offbeat.services.messages.types import Trajectory
+from offbeat.services.messages.types import EpisodeKind, Trajectory
 from offbeat.services.rollout.agents.episode import AgentRuntime, runtime_for
 from offbeat.trainer.config.issue import ConfigIssue
 
@@ -53,22 +53,37 @@ async def run_episode(target: PlayTarget, agent: str | Path, *, seed: int, write
 class CollectedEpisodes:
     result: EpisodeResult
     chat: ChatFormat
+    calling_tags: Sequence[str] = ()
+    """Played tags whose envs have functions."""
 
 
 async def collect(
-    config: RunConfig, request: EpisodeRequest, agent: str | Path | None, progress: Callable[[int, int], None]
+    config: RunConfig,
+    request: EpisodeRequest,
+    agent: str | Path | None,
+    progress: Callable[[int, int], None],
+    *,
+    needs_messages: bool = False,
 ) -> CollectedEpisodes:
-    """agent: `random`, or as in `find_policy`. Raises ConfigError without envs."""
+    """agent: `random`, or as in `find_policy`. Raises ConfigError without envs, or for messages of envs with functions."""
     if not config.custom_envs:
         raise ConfigError([ConfigIssue("custom_envs", "no env: name at least one tag")])
     folder = None if agent == RANDOM else find_policy(config, agent)
     chat = load_chat(folder)
-    for env in config.custom_envs.values():
-        check_rendering(env, chat)
+    manager = config.val_env_manager if request.kind is EpisodeKind.EVAL else config.train_env_manager
+    with_functions = {tag for tag, env in config.custom_envs.items() if check_rendering(env, chat)}
+    calling_tags = [tag for tag in manager.tags_of(config.custom_envs) if tag in with_functions]
+    if calling_tags and needs_messages:
+        problem = (
+            f"messages hold neither the functions of {calling_tags[0]} nor calls in the policy's format, which the "
+            "recorded tokens are: write a .parquet"
+        )
+        raise ConfigError([ConfigIssue("--out", problem)])
     target = build_target(config, next(iter(config.custom_envs)), request.kind)
     sample = None if folder is None else load_sampler(folder, chat, target, request.seed)
     runtime = _random_runtime(config, chat) if folder is None else runtime_for(config.custom_envs, folder)
-    return CollectedEpisodes(await run_episodes(config, request, chat, sample, progress, runtime), chat)
+    result = await run_episodes(config, request, chat, sample, progress, runtime)
+    return CollectedEpisodes(result, chat, calling_tags)
 
 
 def _random_runtime(config: RunConfig, chat: ChatFormat) -> AgentRuntime | None:

@@ -73,14 +73,16 @@ def build_target(config: RunConfig, tag: str, kind: EpisodeKind = EpisodeKind.TR
     )
 
 
-def check_rendering(env: CustomEnv, chat: ChatFormat) -> None:
-    """Raise `RolloutError` unless a chat format supports the env's images and tools."""
+def check_rendering(env: CustomEnv, chat: ChatFormat) -> bool:
+    """Return whether the env has functions; raise `RolloutError` unless a chat format supports them, and its images."""
     if env.shows_images:
         _ = chat.image_tokens
     instance = registry.make(env.env_type, env.env_config)
     try:
-        if read_traits(instance).functions:
+        has_functions = bool(read_traits(instance).functions)
+        if has_functions:
             chat.calling(env.tool_call_parser)
+        return has_functions
     finally:
         instance.close()
 

@@ -211,10 +211,32 @@ def test_an_error_of_an_env_costs_one_random_episode(
     )
     done = offbeat("rollout", run, "--agent", "random", "--episodes", 8, "--out", out)
     assert done.exit_code == 0, done.output
-    assert ("could not be played: step_error" in done.output) == (num_rows < 8)
+    assert ("2 episodes could not be played: step_error: KeyError: 'boom'" in done.output) == (num_rows < 8)
     rewards = [json.loads(line)["reward"] for line in out.read_text().splitlines()]
     assert len(rewards) == num_rows
     assert rewards.count(-1.0) == (2 if num_rows == 8 else 0)
+
+
+@pytest.mark.parametrize("split", ["held_out", "train"])
+def test_messages_with_calls_of_functions_are_no_training_data(tmp_path: Path, split: str):
+    """The policy reads and writes them in its template's format, which a row of messages can not say."""
+    (tmp_path / "c.txt").write_text("red tea is in the first house\n")
+    run = tmp_path / "run.yaml"
+    tools = f"tools: [{{tool_id: search, corpus: {tmp_path / 'c.txt'}}}], function_calling: template"
+    run.write_text(
+        f"exp_name: own\noutput_dir: {tmp_path / 'runs'}\ncustom_envs:\n"
+        f"  Asks: {{env_type: tools, env_config: {{env_type: frozen_lake, {tools}}}, max_steps: 2}}\n"
+        "  Lake: {env_type: frozen_lake, max_steps: 2}\n"
+        "train_env_manager: {num_env_groups: 4, group_size: 2, tags: [Asks]}\nval_env_manager: {tags: [Lake]}\n"
+        "rollout_batch_size: 8\nmax_steps: 10\n"
+    )
+    out, command = tmp_path / "out.jsonl", ("rollout", run, "--agent", "random", "--episodes", 2, "--split", split)
+    done = offbeat(*command, "--out", out)
+    assert (done.exit_code, out.exists()) == ((2, False) if split == "train" else (0, True)), done.output
+    assert ("the functions of Asks" in done.output) == (split == "train")
+    done = offbeat(*command, "--out", tmp_path / "out.parquet")
+    assert done.exit_code == 0, done.output
+    assert ("`messages` of Asks are without its functions" in done.output) == (split == "train")
 
 
 def test_an_error_of_an_env_ends_play_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
