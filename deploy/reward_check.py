@@ -3,17 +3,21 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from offbeat.envs.dataset.files import DatasetRows, Row, RowError, read_field
+from offbeat.envs.dataset.prompt import PromptError, read_prompt
+from offbeat.services.chat.assistant_tokens import ConversationError
 from offbeat.services.reward.config import RewardsConfig
 from offbeat.services.reward.errors import RewardError
 from offbeat.services.reward.factory import make_scorer
 from offbeat.services.reward.sample import RewardSample
 from offbeat.services.reward.scorer import RewardScorer
+from offbeat.services.rollout.data.images import read_images
 
 SCORE = "score"
 """Name of the combination."""
@@ -26,6 +30,7 @@ class Columns:
     ground_truth: str = "ground_truth"
     messages: str = "messages"
     prompt: str = "prompt"
+    images: str = "images"
     tag: str = "tag"
     tags: Mapping[str, str] = field(default_factory=dict[str, str])
     """Value of the tag's column -> tag of the rewards; others are unchanged."""
@@ -117,7 +122,7 @@ async def _score_row(
     try:
         content = rows[index]
         row.label = _label(content, columns)
-        sample = read_sample(content, columns)
+        sample = read_sample(content, columns, rows.folder)
     except RowError as error:
         row.failure, row.reason = str(error), "bad_row"
         return row
@@ -146,24 +151,27 @@ async def _score_one(
     return None
 
 
-def read_sample(row: Row, columns: Columns) -> RewardSample:
-    """Read a row; raises RowError without a response or valid prompt."""
+def read_sample(row: Row, columns: Columns, folder: Path) -> RewardSample:
+    """Read a row as a run does. folder: of images. Raises RowError without a response, or with an invalid prompt."""
     response = row.get(columns.response)
     if not isinstance(response, str):
         raise RowError(f"the column {columns.response!r} has no text")
-    prompt: Any = row.get(columns.messages)
-    if prompt is None:
-        prompt = row.get(columns.prompt) or []
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, Sequence) or not all(isinstance(message, Mapping) for message in cast(list[Any], prompt)):
-        raise RowError(f"the column {columns.messages!r} or {columns.prompt!r} is neither text nor a list of messages")
     c = columns
-    used = (c.response, c.label, c.ground_truth, c.messages, c.prompt, c.tag)
+    used = (c.response, c.label, c.ground_truth, c.messages, c.prompt, c.images, c.tag)
     rest = {key: value for key, value in row.items() if key not in used}
-    tag = str(row.get(c.tag) or c.default_tag)
-    messages = cast(Sequence[Mapping[str, Any]], prompt)
-    return RewardSample(messages, response, 0, read_field(row, c.ground_truth), c.tags.get(tag, tag), rest)
+    tag, prompt = str(row.get(c.tag) or c.default_tag), _read_prompt(row, columns, folder)
+    return RewardSample(prompt, response, 0, read_field(row, c.ground_truth), c.tags.get(tag, tag), rest)
+
+
+def _read_prompt(row: Row, columns: Columns, folder: Path) -> list[dict[str, Any]]:
+    """Return a row's messages, with their images; none without a prompt."""
+    if row.get(columns.messages) is None and row.get(columns.prompt) is None:
+        return []
+    try:
+        prompt = read_prompt(row, columns.messages, columns.prompt, columns.images)
+        return prompt._replace(images=read_images(row.get(columns.images), folder)).messages()
+    except (PromptError, ConversationError) as error:
+        raise RowError(str(error)) from error
 
 
 def _label(row: Row, columns: Columns) -> float | None:

@@ -89,7 +89,7 @@ def _read_config(
     except ValidationError as error:
         raise ConfigError(collect_issues(error, RewardsConfig), str(path)) from error
     named = _mapping(tree.get("data"))
-    keys = ("ground_truth", "messages", "prompt", "tag")
+    keys = ("ground_truth", "messages", "prompt", "images", "tag")
     names = {key: str(named[f"{key}_key"]) for key in keys if f"{key}_key" in named}
     tags = {value: tag for tag, values in _read_tags(named, path).items() for value in values}
     envs = list(_mapping(tree.get("custom_envs")))

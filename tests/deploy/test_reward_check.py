@@ -1,3 +1,4 @@
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,14 @@ from typer.testing import CliRunner
 
 from offbeat.deploy.cli.app import app
 from offbeat.deploy.reward_check import rank_correlation
+from offbeat.services.messages.images import PNG
+from offbeat.services.reward.sample import RewardSample
 
 FUNCTIONS = "tests.services.reward.functions"
 MATH = {"name": "math", "kind": "math_rule", "tags": ["math"]}
+DOT = PNG + b"dot"
+SHOWN = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(DOT).decode()}"}}
+SEEN: list[RewardSample] = []
 FORMAT = {"name": "format", "kind": "regex", "pattern": "boxed", "weight": 0.2}
 
 
@@ -161,6 +167,61 @@ def test_bad_rows_are_named(files: tuple[Path, Path], tmp_path: Path):
     no_column.write_text('{"text": "a"}\n')
     assert "no column 'response' (--response-key); there is text" in run(config, no_column, exit_code=2)
     assert "no such file" in run(config, tmp_path / "missing.jsonl", exit_code=2)
+
+
+QUESTION = {"role": "user", "content": "Why?"}
+
+
+def show_prompt(sample: RewardSample) -> float:
+    SEEN.append(sample)
+    return 1.0
+
+
+@pytest.fixture
+def seen() -> list[RewardSample]:
+    SEEN.clear()
+    return SEEN
+
+
+@pytest.mark.parametrize(
+    ("columns", "prompt"),
+    [
+        ({"prompt": "Why?"}, [QUESTION]),
+        ({"prompt": [QUESTION]}, [QUESTION]),
+        ({"messages": json.dumps([QUESTION])}, [QUESTION]),
+        ({"prompt": "[x]"}, [{"role": "user", "content": "[x]"}]),
+        ({"messages": None, "prompt": ""}, [{"role": "user", "content": ""}]),
+        (
+            {"prompt": "Why?", "images": "dot.png"},
+            [{"role": "user", "content": [SHOWN, {"type": "text", "text": "Why?"}]}],
+        ),
+        ({}, []),
+    ],
+)
+def test_a_sample_is_a_runs(
+    tmp_path: Path, seen: list[RewardSample], columns: dict[str, Any], prompt: list[dict[str, Any]]
+):
+    """With the row's other columns alone beside it."""
+    config, data = tmp_path / "run.yaml", tmp_path / "answers.jsonl"
+    (tmp_path / "dot.png").write_bytes(DOT)
+    config.write_text(
+        yaml.safe_dump({"rewards": [{"name": "f", "kind": "function", "path": f"{__name__}:show_prompt"}]})
+    )
+    data.write_text(json.dumps({**columns, "response": "a", "note": 1}))
+    run(config, data)
+    assert [(sample.prompt, sample.row) for sample in seen] == [(prompt, {"note": 1})]
+
+
+def test_the_column_of_images_is_the_configurations(tmp_path: Path, seen: list[RewardSample]):
+    config, data = tmp_path / "run.yaml", tmp_path / "answers.jsonl"
+    rewards = [{"name": "f", "kind": "function", "path": f"{__name__}:show_prompt"}]
+    config.write_text(yaml.safe_dump({"rewards": rewards, "data": {"images_key": "picture"}}))
+    (tmp_path / "dot.png").write_bytes(DOT)
+    rows = [{"prompt": "Why?", "picture": picture, "response": "a"} for picture in ("dot.png", "none.png")]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    output = run(config, data, exit_code=1)
+    assert f"{data}:2: images[0]: {tmp_path / 'none.png'} can't be read" in output
+    assert [(sample.prompt[0]["content"][0], sample.row) for sample in seen] == [(SHOWN, {})]
 
 
 def test_rank_correlation_by_hand():
