@@ -26,7 +26,8 @@ from offbeat.services.keys import OFFERS, RunKeys, claims_key, slots_key, split_
 from offbeat.services.redis.connection import OutageRetry, connect_async
 from offbeat.services.telemetry import AsyncRedisMetrics
 from offbeat.services.weights.config import WeightsConfig
-from offbeat.services.weights.subscriber import RedisWeightSubscriber
+from offbeat.services.weights.replica_reports import ReplicaLoad
+from offbeat.services.weights.subscriber import RedisWeightSubscriber, ReplicaReporter
 
 logger = logging.getLogger(__name__)
 
@@ -110,10 +111,20 @@ async def _find_tenant(redis: Redis, run_id: str) -> Tenant | None:
     )
 
 
+async def report_refusal(redis_url: str, tenant: Tenant, replica_id: str, reason: str) -> None:
+    """Report why a replica can't serve a run, which then fails with it."""
+    redis = connect_async(redis_url)
+    try:
+        await ReplicaReporter(redis, tenant.run_id, tenant.uid).report(replica_id, -1, ReplicaLoad(refused=reason))
+    finally:
+        await redis.aclose()
+
+
 class Tenancy:
     def __init__(
         self, tenant: Tenant, replica_id: str, engine: TenantEngine, config: GenerationConfig, redis_url: str
     ) -> None:
+        """Raises WeightsError or StoreUnavailableError if its weights can't be reached; the engine is as it was."""
         redis = connect_async(redis_url)
         # Without patience: a request that came twice would be served twice.
         pulls = SyncRedis.from_url(redis_url, retry=OutageRetry(0.0))

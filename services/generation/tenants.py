@@ -7,22 +7,25 @@ one, unless it takes the other one's place.
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from redis import exceptions as redis_errors
 from redis.asyncio import Redis
 
-from offbeat.services.errors import GenerationError, RetryableError
+from offbeat.services.errors import GenerationError, RetryableError, StoreUnavailableError, WeightsError
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.engine import TenantEngine
 from offbeat.services.generation.replica import ReplicaStatus
-from offbeat.services.generation.tenancy import Tenancy, Tenant, find_tenants
+from offbeat.services.generation.tenancy import Tenancy, Tenant, find_tenants, report_refusal
 from offbeat.services.log_format import log_fields_setter
 from offbeat.services.redis.errors import complaint
 
 logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 0.5
+RETRY_INTERVAL_S = 5.0
+"""Between tries to reach a run's weights."""
 TENANT_TIMEOUT_S = 20.0
 """Of calls for a run that is not served."""
 
@@ -142,7 +145,12 @@ class Tenants:
 
     async def _serve(self, stay: _Stay) -> None:
         try:
-            tenancy = await self._begin(stay.tenant)
+            while (tenancy := await self._try_to_begin(stay.tenant)) is None:
+                stay.has_begun.set()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(RETRY_INTERVAL_S):
+                        await stay.has_left.wait()
+                    return
         finally:
             stay.has_begun.set()
         async with self._changed:
@@ -152,6 +160,18 @@ class Tenants:
         stay.tenancy = None
         await tenancy.end()
         logger.info("run %s has left", stay.tenant.run_id)
+
+    async def _try_to_begin(self, tenant: Tenant) -> Tenancy | None:
+        """Return None, and tell the run, if its weights can't be reached from here, which other runs do not notice."""
+        try:
+            return await self._begin(tenant)
+        except StoreUnavailableError as error:
+            logger.warning("run %s can't be served yet: %s", tenant.run_id, error)
+        except WeightsError as error:
+            logger.error("run %s can't be served: %s", tenant.run_id, error)
+            with suppress(RetryableError):  # reported again with the next try
+                await report_refusal(self._redis_url, tenant, self._replica_id, str(error))
+        return None
 
     async def _begin(self, tenant: Tenant) -> Tenancy:
         log_fields_setter(is_shared=self._max_runs > 1)(run=tenant.run_id)

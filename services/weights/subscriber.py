@@ -21,7 +21,7 @@ from offbeat.services.weights.api import IDLE
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.locality import this_locality
 from offbeat.services.weights.reader import WeightReader
-from offbeat.services.weights.replica_reports import ReplicaLoad, ReplicaReport, encode_report
+from offbeat.services.weights.replica_reports import FetchState, ReplicaLoad, ReplicaReport, encode_report
 from offbeat.services.weights.transports.base import Transport
 from offbeat.services.weights.transports.factory import make_transport
 
@@ -32,6 +32,28 @@ def _retryable() -> Iterator[None]:
         yield
     except (ConnectionError, TimeoutError) as error:
         raise retryable(error) from error
+
+
+class ReplicaReporter:
+    def __init__(self, redis: Redis, run_id: str, run_uid: str) -> None:
+        self._redis: Any = redis
+        self._key = RunKeys(run_id).served
+        self._write = AsyncRunWrites(redis, run_id, run_uid)
+
+    async def report(
+        self, replica_id: str, version: int, load: ReplicaLoad = IDLE, fetching: FetchState | None = None
+    ) -> None:
+        """Raise `RetryableError` while Redis does not answer. version: served; -1: none"""
+        place = this_locality()
+        with _retryable():
+            now_s, now_us = await self._redis.time()
+            received = now_s + now_us / 1e6
+            report = ReplicaReport(version, time.time(), load, place.host, place.memory, fetching, received)
+            await self._write("HSET", self._key, replica_id, encode_report(report))
+
+    async def retire(self, replica_id: str) -> None:
+        with _retryable():
+            await self._write("HDEL", self._key, replica_id)
 
 
 class RedisWeightSubscriber:
@@ -50,7 +72,7 @@ class RedisWeightSubscriber:
         """pulls: connection that may block, for `ipc` and `nccl`. workers: GPUs of this replica."""
         self._redis: Any = redis
         self._keys = RunKeys(run_id)
-        self._write = AsyncRunWrites(redis, run_id, run_uid)
+        self._reporter = ReplicaReporter(redis, run_id, run_uid)
         self._transport: Transport = make_transport(
             config, run_id, output_dir, redis=pulls, workers=workers, adapter={} if adapters else None
         )
@@ -112,14 +134,7 @@ class RedisWeightSubscriber:
         return self._reader.open(manifest, self._transport.fetch(manifest), num_bytes)
 
     async def report(self, replica_id: str, version: int, load: ReplicaLoad = IDLE) -> None:
-        place = this_locality()
-        fetching = self._reader.fetching(newer_than=version)
-        with _retryable():
-            now_s, now_us = await self._redis.time()
-            received = now_s + now_us / 1e6
-            report = ReplicaReport(version, time.time(), load, place.host, place.memory, fetching, received)
-            await self._write("HSET", self._keys.served, replica_id, encode_report(report))
+        await self._reporter.report(replica_id, version, load, self._reader.fetching(newer_than=version))
 
     async def retire(self, replica_id: str) -> None:
-        with _retryable():
-            await self._write("HDEL", self._keys.served, replica_id)
+        await self._reporter.retire(replica_id)

@@ -43,10 +43,15 @@ class FilesystemTransport:
     name = "fs"
 
     def __init__(self, owner: str, url: str, *, dtype: str = "as_trained") -> None:
+        """Raises WeightsError if the URL can't be used, StoreUnavailableError if its store can't be reached now."""
+        failure = f"weights.url {url!r} cannot be used"
         try:
-            self._fs, root = fsspec.core.url_to_fs(url)
-        except (ImportError, ValueError) as error:
-            raise WeightsError(f"weights.url {url!r} cannot be used: {error}") from error
+            with _translating(failure):
+                self._fs, root = fsspec.core.url_to_fs(url)
+        except StoreUnavailableError as error:
+            if isinstance(error.__cause__, ImportError | ValueError):
+                raise WeightsError(f"{failure}: {error.__cause__}") from error
+            raise
         self._owner = owner
         self._root = str(root).rstrip("/")
         self._host = HostCopies(dtype)

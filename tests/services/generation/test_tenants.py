@@ -2,7 +2,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from redis.asyncio import Redis
 
 from offbeat.services.errors import GenerationError, RewoundError
@@ -10,6 +12,7 @@ from offbeat.services.generation.config import EngineStrategy, GenerationConfig,
 from offbeat.services.generation.tenancy import APP
 from offbeat.services.generation.tenants import Tenants
 from offbeat.services.keys import RunKeys, claims_key
+from offbeat.services.weights.replica_reports import decode_report
 from tests.services.generation.generation_fakes import FakeEngine
 from tests.services.generation.test_tenancy import record
 from tests.waiting import PATIENCE_S, wait_until
@@ -121,6 +124,47 @@ async def test_no_more_runs_are_served_than_there_is_room(async_redis: Redis, re
         engine.may_release.set()
         assert (await tenants.find("")).tenant.run_id == "two"
         assert engine.released == engine.salts[:1]
+
+
+async def test_a_run_whose_weights_can_not_be_reached_disturbs_no_other_one(async_redis: Redis, redis_url: str):
+    """Its engine lacks the package of the store, say; the run is told why."""
+    engine = Engine()
+    async with tenants_of(async_redis, redis_url, engine, 2) as tenants:
+        await claim(async_redis, "one", "two")
+        await record(async_redis, "two", config='{"weights": {"transport": "fs", "url": "s4://x"}}')
+        one = await tenants.find("one")
+        await wait_until(lambda: is_reported(async_redis, "two"))
+        await tenants.check()
+        (report,) = (await async_redis.hgetall(RunKeys("two").served)).values()  # pyright: ignore[reportGeneralTypeIssues]
+        assert "weights.url 's4://x' cannot be used" in decode_report(report).load.refused
+        assert set(tenants.statuses()) == {"one"}
+        await claim(async_redis, "one", "three")  # in the place of the run that was never served
+        await tenants.find("three")
+        assert await tenants.find("one") is one
+        await tenants.check()
+
+
+async def test_a_run_is_served_once_its_weights_can_be_reached(
+    async_redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
+):
+    """A store may refuse a connection for a while."""
+    monkeypatch.setattr("offbeat.services.generation.tenants.RETRY_INTERVAL_S", 0.01)
+    refusals = iter([OSError("no route to the store")] * 2)
+
+    class Flaky(MemoryFileSystem):
+        cachable = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            if error := next(refusals, None):
+                raise error
+
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    async with tenants_of(async_redis, redis_url, Engine(), 2) as tenants:
+        await claim(async_redis, "one")
+        await record(async_redis, "one", config='{"weights": {"transport": "fs", "url": "flaky://x"}}')
+        await tenants.find("one")
+        await tenants.check()
 
 
 async def test_a_new_replica_is_ready_after_its_runs_have_begun(async_redis: Redis, redis_url: str):
