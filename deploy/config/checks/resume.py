@@ -1,4 +1,4 @@
-"""Checks of the checkpoint to resume from and of the store for new ones."""
+"""Checks of the checkpoint to resume from and of the stores for new ones and for versions of weights."""
 
 import json
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ RESUME = "resume_from_checkpoint"
 
 
 def check_resume(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield a run, folder or URL that can't be resumed from, and a URL that can't be written to."""
+    """Yield a run, folder or URL that can't be resumed from, and URLs that can't be written to."""
     resume, store = config.resume_from_checkpoint, config.checkpoint_config
     if resume is True and not holds_run(config.output_dir):
         yield ConfigIssue(RESUME, f"there is no run in {config.output_dir} to resume: leave it out")
@@ -25,6 +25,9 @@ def check_resume(config: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue(RESUME, problem)
     if store and (problem := _find_protocol_problem(store.output_dir)):
         yield ConfigIssue("checkpoint_config.output_dir", problem)
+    url = config.weights.url if config.weights.transport == "fs" else None
+    if url is not None and (problem := _find_protocol_problem(url)):
+        yield ConfigIssue("weights.url", problem)
 
 
 def _find_problem(folder: Path) -> str:

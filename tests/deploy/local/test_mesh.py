@@ -9,7 +9,7 @@ import pytest
 from redis import Redis
 
 from offbeat.deploy.components.learner_host import alive_key, learner_key
-from offbeat.deploy.config.loader import canonical_tree, compose_tree, load_run, validate_tree
+from offbeat.deploy.config.loader import canonical_tree, compose_tree, load_run, read_run, validate_tree
 from offbeat.deploy.local.mesh import SPARE_CPUS, LocalMesh
 from offbeat.deploy.run_folder import ENDPOINTS, Endpoints, write_endpoints
 from offbeat.deploy.run_setup import run_spec
@@ -140,7 +140,7 @@ def test_a_store_of_weights_that_fails_leaves_the_rest_to_be_removed(
     """And a run that has ended writes its report."""
     monkeypatch.setattr("offbeat.deploy.local.mesh.TEMP_ROOT", tmp_path)
     run = tmp_path / "run"
-    config = load_run(QUICKSTART, [f"output_dir={run}", "weights.transport=fs", "weights.url=nowhere://bucket/x"])
+    config = read_run(QUICKSTART, [f"output_dir={run}", "weights.transport=fs", "weights.url=nowhere://bucket/x"])
     mesh = LocalMesh(config, started_at=time.time())
     mesh._make_ray(1)
     write_endpoints(run, Endpoints(os.getpid(), "redis://:secret@x", "http://y"))

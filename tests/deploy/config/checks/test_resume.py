@@ -10,7 +10,7 @@ import pytest
 from offbeat.deploy.config.checks.resume import check_resume
 from offbeat.deploy.config.checks.run import check_run
 from offbeat.deploy.config.errors import ConfigError
-from offbeat.deploy.config.loader import compose_tree, load_run, validate_tree
+from offbeat.deploy.config.loader import compose_tree, load_run, read_run, validate_tree
 from offbeat.deploy.config.validation import check_in_process
 from offbeat.trainer.training.checkpoint import LEARNER, MANIFEST
 from tests.paths import QUICKSTART, ROOT
@@ -95,6 +95,18 @@ def test_a_run_that_was_started_with_v_trace_without_its_weight_is_resumed(
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
         f"{issue} (accepted, because the run was started with it)"
     ] * 2
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [("s4://bucket/x", "fsspec knows no protocol 's4'"), ("file:///tmp/x", ""), ("/tmp/x", ""), ("memory://x", "")],
+)
+def test_a_store_of_weights_that_is_not_known_is_refused(url: str, message: str):
+    """Before the start: an engine that several runs share would meet it first."""
+    config = read_run(QUICKSTART, ["weights.transport=fs", f"weights.url={url}"])
+    issues = {issue.path: issue.message for issue in check_resume(config)}
+    assert message in issues.get("weights.url", "")
+    assert bool(message) == bool(issues)
 
 
 @pytest.mark.parametrize(
