@@ -222,6 +222,7 @@ def test_a_running_reproduction_leaves_the_answers_of_other_acts(control_url: st
     assert said.is_visible()
     page.get_by_role("link", name="Curves").click()
     page.get_by_role("group", name="Runs").wait_for()
+    page.evaluate("fetch('/runs/lake/reproduce').then(answer => answer.status)")  # behind those already sent
     seen = polls
     page.wait_for_timeout(1500)
     assert polls == seen, "a view that was left asks no more"
@@ -339,10 +340,10 @@ def test_times_of_another_day_have_their_date(control_url: str, redis_url: str, 
 
 
 def test_the_focus_stays_on_a_link_of_a_table_that_is_refreshed(control_url: str, redis_url: str, page: Any) -> None:
-    page.goto(f"{control_url}/ui/#/groups/lake")
-    link = page.get_by_role("link", name="6", exact=True)
     with page.expect_response("**/events?*"):
-        link.focus()
+        page.goto(f"{control_url}/ui/#/groups/lake")
+    link = page.get_by_role("link", name="6", exact=True)
+    link.focus()
     with page.expect_response("**/groups?*"), Redis.from_url(redis_url) as redis:
         redis.xadd(RunKeys("lake").key("buffer", "life"), {"n": "9", "e": "submitted", "d": "3"})
     page.wait_for_timeout(300)

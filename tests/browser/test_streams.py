@@ -129,5 +129,5 @@ def test_a_run_that_has_ended_is_looked_at_soon_after_the_service_is_back(contro
     show(page, hidden=False)
     page.get_by_text("No new events: restarting").wait_for()
     page.unroute("**/events?*")
-    page.locator("#lost:empty").wait_for(state="attached", timeout=10_000)
+    page.locator("#lost:empty").wait_for(state="attached", timeout=25_000)  # not 30 s
     page.problems.clear()  # Chromium reports the 503 itself

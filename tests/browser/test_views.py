@@ -224,7 +224,8 @@ def test_curves_of_ended_runs_are_read_no_more_and_those_of_a_resumed_one_are(
     """Beside an ended run; what has not changed is not drawn anew, as it would lose its zoom."""
     with Redis.from_url(redis_url) as redis:
         redis.hset(RunKeys("lake").record, mapping={"state": RunState.FINISHED, "ended_at": 1.0})
-        page.goto(f"{control_url}/ui/#/curves/pond?runs=pond,lake")
+        with page.expect_response(lambda each: each.status == 204):  # behind the stream's events
+            page.goto(f"{control_url}/ui/#/curves/pond?runs=pond,lake")
         page.locator(".uplot canvas").first.wait_for()
         page.evaluate("document.querySelector('.uplot').id = 'first'")
         asked: list[str] = []
