@@ -133,7 +133,7 @@ from offbeat.deploy.cli.train import TrainCommand, _train
 
 class Mesh:
     def __init__(self):
-        self.ray = subprocess.Popen(["sleep", "60"], stdout=subprocess.PIPE)
+        self.ray = subprocess.Popen(["sleep", "300"], stdout=subprocess.PIPE)
     def kill(self):
         self.ray.kill()
 
@@ -154,7 +154,7 @@ def test_a_bug_ends_the_command_while_a_thread_waits_for_ray(tmp_path: Path):
     (tmp_path / "run").mkdir()
     command = [sys.executable, "-c", FAILS, str(QUICKSTART), str(tmp_path / "run")]
     env = os.environ | {"PYTHONIOENCODING": "latin-1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
     assert done.returncode == 1, done.stderr
     assert done.stdout.startswith("\\u7b54 was sampled\noffbeat failed: OSError('no space left')\n")
 
