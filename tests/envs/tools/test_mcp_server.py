@@ -193,12 +193,12 @@ def test_a_missing_sdk_is_named_at_once(monkeypatch: pytest.MonkeyPatch):
 def test_a_server_that_never_answers_is_given_up_without_a_trace(monkeypatch: pytest.MonkeyPatch):
     """Neither its process nor the connection's thread and descriptors are left."""
     monkeypatch.setattr(mcp_server, "CONNECT_TIMEOUT_S", 0.5)
-    threads, descriptors = threading.active_count(), os.listdir("/proc/self/fd")
+    threads, descriptors = set(threading.enumerate()), os.listdir("/proc/self/fd")
     with pytest.raises(ValueError, match=r"the MCP server sleep 4711 failed: no connection in 0\.5 s"):
         env_with({"tool_id": "mcp", "command": ["sleep", "4711"]})
-    assert threading.active_count() == threads
-    assert len(os.listdir("/proc/self/fd")) <= len(descriptors)
-    assert "sleep\x004711" not in "".join(read_command(pid) for pid in os.listdir("/proc") if pid.isdigit())
+    wait_until_sync(lambda: set(threading.enumerate()) <= threads)
+    wait_until_sync(lambda: len(os.listdir("/proc/self/fd")) <= len(descriptors))
+    wait_until_sync(lambda: "sleep\x004711" not in "".join(map(read_command, filter(str.isdigit, os.listdir("/proc")))))
 
 
 def read_command(pid: str) -> str:
