@@ -144,6 +144,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval", "kl", "nats", "KL to the reference on mismatched validation responses, per response."),
     Metric("eval", "kd_loss", "nats", "Divergence from the teachers per taught token of the validation rows."),
     Metric("eval", "rows", "rows", "Validation rows (pairs with `dpo`)."),
+    Metric("eval", "rows_bad", "rows", "Validation rows that can't be read, which are left out."),
+    Metric(
+        "eval", "rows_too_long", "rows", "Validation rows of more than `sequence_length` tokens, which are left out."
+    ),
     Metric("learner", "actor/pg_loss", "", "Policy loss, with its corrections."),
     Metric("learner", "actor/kl_loss", "nats", "KL to the reference in the loss, before its coefficient."),
     Metric("learner", "actor/total_loss", "", "Policy loss with entropy and KL terms."),

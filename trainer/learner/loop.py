@@ -365,7 +365,7 @@ class Learner:
         evaluation = Evaluation(when, "loss", self._step, len(self._validation))
         if len(self._validation) and not self._evaluations.is_recorded(evaluation):
             with self._timed("evaluate"):
-                self._evaluations.record_losses(evaluation, self._trainer.evaluate(self._validation.groups()))
+                self._evaluations.record_losses(evaluation, self._validation.evaluate(self._trainer))
 
     def _finish(self) -> bool:
         self._evaluate("after", greedy=True, num_episodes=self._config.final_val_batch_size)

@@ -1,21 +1,40 @@
 """Validation rows of a data pipeline, read by rank 0."""
 
-from offbeat.services.errors import ControlError, EpisodeError
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from offbeat.services.errors import ControlError
 from offbeat.services.messages.types import Group
 from offbeat.services.rollout.data.prompts import count_validation
-from offbeat.services.rollout.data.source import DataSource
+from offbeat.services.rollout.data.source import BAD_ROW, TOO_LONG, DataSource
+from offbeat.services.telemetry import Partial
 from offbeat.trainer.learner.file_scores import FileScores, open_file_scores
 from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.training.prepare_scores import row_group
+from offbeat.trainer.training.trainer import Trainer
+
+NAMES = {BAD_ROW: "rows_bad", TOO_LONG: "rows_too_long"}
+"""Metrics of rows that are left out."""
 
 
 class ValidationRows:
-    def __init__(self, groups: list[Group], files: FileScores | None = None) -> None:
+    def __init__(
+        self,
+        groups: list[Group],
+        files: FileScores | None = None,
+        left_out: Mapping[str, Partial] = MappingProxyType({}),
+    ) -> None:
+        """left_out: metrics of the rows that are in no group."""
         self._groups = groups
         self._files = files
+        self.left_out = left_out
 
     def __len__(self) -> int:
         return len(self._groups)
+
+    def evaluate(self, trainer: Trainer) -> Mapping[str, Partial]:
+        """Return the losses, and the numbers of rows left out; raises ControlError."""
+        return {**trainer.evaluate(self.groups()), **self.left_out}
 
     def groups(self) -> list[Group]:
         """Return the groups with their scores; raises ControlError."""
@@ -42,7 +61,7 @@ def read_validation(run: LearnerRun) -> ValidationRows:
     """Read the rows.
 
     Raises:
-        ControlError: a row can't be read; names file and line.
+        ControlError: the file can't be read.
     """
     config = run.config
     if config.data is None or config.data.val_dataset_name is None or not config.reads_data:
@@ -51,7 +70,9 @@ def read_validation(run: LearnerRun) -> ValidationRows:
         source = DataSource(
             config.data, config.pipeline, run.model_folder, seed=config.seed, max_tokens=config.sequence_length
         )
-        groups = [row_group(number, members) for number, members in enumerate(source.validation())]
-    except (EpisodeError, ValueError) as error:
+        validation = source.validation()
+    except ValueError as error:
         raise ControlError(f"data.val_dataset_name: {error}") from error
-    return ValidationRows(groups, open_file_scores(run, config.data.val_dataset_name))
+    groups = [row_group(number, members) for number, members in enumerate(validation.groups)]
+    left_out = {NAMES[reason]: Partial("sum", float(count)) for reason, count in validation.left_out.items()}
+    return ValidationRows(groups, open_file_scores(run, config.data.val_dataset_name), left_out)

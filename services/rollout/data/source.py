@@ -6,11 +6,13 @@ turn, carries the version of its admission and no logprob.
 
 import hashlib
 import json
+import logging
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -23,13 +25,24 @@ from offbeat.services.rollout.data.config import GROUP_SIZES, DataConfig
 from offbeat.services.rollout.data.images import read_images
 from offbeat.services.rollout.data.rows import row_of_group
 
-BAD_ROW = "bad_row"
+logger = logging.getLogger(__name__)
+
+BAD_ROW, TOO_LONG = "bad_row", "too_long"
+MAX_SHOWN = 10
+"""Bad validation rows in the log."""
 REWARD_MODEL = "reward_model"
 DIGEST_BYTES = 16
 MARGIN = "margin"
 """Metric of a pair's trajectories."""
 DATASET_KEY = "data.dataset_name"
 Message = dict[str, Any]
+
+
+class Validation(NamedTuple):
+    groups: list[list[Trajectory]]
+    """In the file's order."""
+    left_out: Mapping[str, int]
+    """Reason -> rows."""
 
 
 class DataSource:
@@ -63,18 +76,29 @@ class DataSource:
         row = row_of_group(number, len(self._rows), self._seed, shuffle=self._config.shuffle)
         return self._read(self._rows, row, number, index, version, group_id, attempt)
 
-    def validation(self) -> list[list[Trajectory]]:
-        """Return the validation rows' groups in order, without too long ones.
-
-        Raises:
-            EpisodeError: as `trajectory`.
-        """
+    def validation(self) -> Validation:
+        """Return the validation rows' groups, without bad and too long ones; raises ValueError for an unreadable file."""
+        groups, left_out = list[list[Trajectory]](), Counter[str]()
         if self._config.val_dataset_name is None:
-            return []
+            return Validation(groups, left_out)
         rows = open_rows(self._config.val_dataset_name)
         check_columns(rows, self._config, self._pipeline)
-        groups = [self._members(rows, row) for row in range(len(rows))]
-        return [group for group in groups if all(trajectory.num_sampled for trajectory in group)]
+        for row in range(len(rows)):
+            try:
+                group = self._members(rows, row)
+            except EpisodeError as error:
+                left_out[error.reason] += 1
+                if left_out[error.reason] <= MAX_SHOWN:
+                    logger.warning("validation row left out: %s", error)
+                continue
+            if all(trajectory.num_sampled for trajectory in group):
+                groups.append(group)
+            else:
+                left_out[TOO_LONG] += 1
+        if left_out:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
+            logger.warning("%d of %d validation rows left out: %s", left_out.total(), len(rows), reasons)
+        return Validation(groups, left_out)
 
     def row(self, row: int) -> list[Trajectory]:
         """Return the members of a training row's group.

@@ -232,8 +232,9 @@ def test_validation_rows_keep_the_files_order_without_long_ones(policy: Path):
     path.write_text(
         "".join(json.dumps(row) + "\n" for row in [{"messages": [SAY, ANSWER]}, long, {"messages": [SAY, ANSWER]}])
     )
-    groups = source(policy, [{"messages": [SAY, ANSWER]}], val_dataset_name=path).validation()
-    assert [group[0].seed for group in groups] == [0, 2]
+    validation = source(policy, [{"messages": [SAY, ANSWER]}], val_dataset_name=path).validation()
+    assert [group[0].seed for group in validation.groups] == [0, 2]
+    assert validation.left_out == {"too_long": 1}
 
 
 UNPAIRED = [
