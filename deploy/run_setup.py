@@ -11,6 +11,7 @@ from pydantic import JsonValue
 from redis import Redis
 
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.config.saving import to_saved_tree
 from offbeat.deploy.config.vocabulary import collect_words
 from offbeat.deploy.run_folder import make_private
 from offbeat.services.buffer.admin import configure_buffer
@@ -33,7 +34,7 @@ def run_spec(config: RunConfig, downloads: Sequence[str] = ()) -> RunSpec:
     """Return the run. downloads: unresolved hub models."""
     return RunSpec(
         run_id=config.exp_name,
-        config=config.model_dump_json(),
+        config=json.dumps(to_saved_tree(config)),
         output_dir=str(config.output_dir.resolve()),
         max_steps=config.max_steps,
         settings=config.settings,

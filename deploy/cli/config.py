@@ -132,9 +132,9 @@ def config_show(
     config_name: ConfigName = None,
 ) -> None:
     """Print the complete configuration as YAML."""
-    from offbeat.deploy.config.loader import dump_yaml
+    from offbeat.deploy.config.loader import show_yaml
 
-    typer.echo(dump_yaml(load(*locate(config, overrides, config_path, config_name))), nl=False)
+    typer.echo(show_yaml(load(*locate(config, overrides, config_path, config_name))), nl=False)
 
 
 @config_app.command("list")

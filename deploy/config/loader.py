@@ -27,6 +27,7 @@ from offbeat.deploy.config.hub import download, find, resolve_models
 from offbeat.deploy.config.paths import expand_home, resolve_paths
 from offbeat.deploy.config.rights import check_rights
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.config.saving import to_saved_tree
 from offbeat.deploy.config.sharing import choose_turns
 from offbeat.deploy.config.transport import choose_transport
 from offbeat.deploy.config.yaml_limits import check_tree_limits, check_yaml_limits, load_yaml, write_yaml
@@ -292,7 +293,12 @@ def compose_document(path: Path, overrides: Sequence[str] = (), *, is_remote: bo
 
 
 def dump_yaml(config: RunConfig) -> str:
-    """Return a file that is read as `config`: its texts have no interpolations."""
+    """Return a run's file, which is read as `config`: its texts have no interpolations."""
+    return write_yaml(escape(to_saved_tree(config)))
+
+
+def show_yaml(config: RunConfig) -> str:
+    """Return every key with its value, implied ones included."""
     return write_yaml(escape(config.model_dump(mode="json")))
 
 

@@ -6,7 +6,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from offbeat.services.buffer.config import BufferConfig
 from offbeat.services.findings import DiagnosisLimits
-from offbeat.services.generation.config import GenerationConfig, arguments_beyond_hf
+from offbeat.services.generation.config import GeneratingArgs, GenerationConfig, arguments_beyond_hf
 from offbeat.services.live_settings import Settings, configured_settings
 from offbeat.services.reward.config import AnyReward, Combine, RewardsConfig
 from offbeat.services.rollout.config import CustomEnv, EnvManagerConfig, RolloutConfig
@@ -30,6 +30,11 @@ def limit_cut_kl(top_p: float, top_k: int) -> float:
     """Return the largest KL (k3) between the part of a distribution that is kept and the whole, per token."""
     kept = min(top_p, KEPT_BY_TOP_K if top_k > 0 else 1.0)
     return kept - 1 - math.log(kept)
+
+
+def longest_answer(custom_envs: Mapping[str, CustomEnv]) -> int:
+    """Return the tags' largest `max_tokens_per_step`, at least the default of `max_new_tokens`."""
+    return max(GeneratingArgs().max_new_tokens, *(env.max_tokens_per_step for env in custom_envs.values()), 0)
 
 
 READ_AHEAD_STEPS = 2
@@ -115,8 +120,7 @@ class LearnerRunConfig(LearnerConfig):
             return value
         args = manager.generating_args.over(value.generating_args)
         if "max_new_tokens" not in args.model_fields_set:
-            limits = [env.max_tokens_per_step for env in info.data.get("custom_envs", {}).values()]
-            args = args.model_copy(update={"max_new_tokens": max(args.max_new_tokens, *limits)}) if limits else args
+            args = args.model_copy(update={"max_new_tokens": longest_answer(info.data.get("custom_envs", {}))})
         return value.model_copy(update={"generating_args": args})
 
     @field_validator("actor_infer")

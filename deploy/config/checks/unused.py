@@ -47,6 +47,7 @@ def check_unused(config: RunConfig) -> Iterator[ConfigIssue]:
     yield from _check_evaluation(config)
     yield from _check_tags(config)
     yield from _check_lengths(config)
+    yield from _check_answers(config)
     yield from _check_envs(config)
     yield from _check_sessions(config)
     yield from _check_slots(config)
@@ -168,6 +169,26 @@ def _check_lengths(config: RunConfig) -> Iterator[ConfigIssue]:
     if limit is not None and (start := limit - shaping.overlong_buffer) >= longest:
         reason = f"as the penalty starts at {start} tokens, and sequence_length is {longest}"
         yield _unused("reward_shaping.overlong_max_length", reason, "take less, or leave it out")
+
+
+def _check_answers(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield limits of a tag's answers above those of all samplings that play it."""
+    train = config.actor_infer.generating_args
+    samplings = {"val_env_manager": config.val_env_manager.generating_args.for_evaluation(train)}
+    samplings |= {} if config.reads_data else {"train_env_manager": train}
+    for tag, env in config.custom_envs.items():
+        limits: list[tuple[int, str]] = []
+        for name, sampling in samplings.items():
+            manager: EnvManagerConfig = getattr(config, name)
+            role = "actor_infer" if manager.generating_args.max_new_tokens is None else name
+            if tag in manager.tags_of(config.custom_envs):
+                limits.append((sampling.max_new_tokens, f"{role}.generating_args.max_new_tokens"))
+        limit, key = max(limits, default=(env.max_tokens_per_step, ""))
+        if env.max_tokens_per_step > limit:
+            message = (
+                f"{env.max_tokens_per_step} exceeds {key}, {limit}, where answers end: take less, or leave that out"
+            )
+            yield ConfigIssue(f"custom_envs.{tag}.max_tokens_per_step", message)
 
 
 def _check_envs(config: RunConfig) -> Iterator[ConfigIssue]:

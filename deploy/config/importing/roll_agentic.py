@@ -207,6 +207,16 @@ def _longest_answer(tree: Tree) -> int:
     return min(max(found), MAX_NEW_TOKENS) if found else MAX_NEW_TOKENS
 
 
+def _answer(key: Key) -> Outcome | None:
+    """Take the least of the limits on a turn's tokens, as ROLL does."""
+    managers = [get_table(key.tree, f"{name}.generating_args") for name in ("train_env_manager", "val_env_manager")]
+    samplings = [_engine_args(key.tree)] if _engine_args(key.tree) else managers
+    limits = [args.get("max_new_tokens") or MAX_NEW_TOKENS for args in samplings]
+    if not all(isinstance(limit, int) for limit in (key.value, *limits)) or key.value <= max(limits):
+        return None
+    return Outcome("value", key.path, max(limits), "generating_args.max_new_tokens, which is less")
+
+
 def _episodes_per_worker(key: Key) -> Outcome | None:
     manager = get_table(key.tree, key.path[:1])
     size = (manager.get("group_size") or 1) + (manager.get("group_size_redundancy") or 0)
@@ -228,6 +238,7 @@ AGENTIC: tuple[tuple[str, Rule], ...] = (
     ("val_env_manager.group_filter_cls", missing("evaluation keeps all groups")),
     ("custom_envs.*.env_type", _env_type),
     ("custom_envs.*.env_config.*", _env_setting),
+    ("custom_envs.*.max_tokens_per_step", _answer),
     ("custom_envs.*.env_manager_cls", _manager),
     ("custom_envs.*.agent_runner_cls", _runner),
     ("custom_envs.*.history_length", _history),

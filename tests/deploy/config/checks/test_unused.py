@@ -40,6 +40,10 @@ def env(**settings: Any) -> Settings:
     return {"custom_envs": {"lake": {"env_type": "frozen_lake", **settings}}}
 
 
+def tokens(role: str, limit: int) -> Settings:
+    return {role: {"generating_args": {"max_new_tokens": limit}}}
+
+
 def answer(**settings: Any) -> Settings:
     return VALIDATED_RLVR | {"rewards": [{"name": "answer", "kind": "math_rule", **settings}]}
 
@@ -67,6 +71,24 @@ def judge(**settings: Any) -> Settings:
             "critic.model_args.attn_implementation",
             "of every role: leave it out",
             attention({"shared_prefix": True}, critic="auto") | {"adv_estimator": "gae"},
+        ),
+        (
+            env(max_tokens_per_step=65) | tokens("actor_infer", 64),
+            "custom_envs.lake.max_tokens_per_step",
+            "65 exceeds actor_infer.generating_args.max_new_tokens, 64",
+            env(max_tokens_per_step=65),
+        ),
+        (
+            env(max_tokens_per_step=96) | tokens("train_env_manager", 80) | tokens("val_env_manager", 64),
+            "custom_envs.lake.max_tokens_per_step",
+            "96 exceeds train_env_manager.generating_args.max_new_tokens, 80",
+            env(max_tokens_per_step=96) | tokens("train_env_manager", 80) | tokens("val_env_manager", 96),
+        ),
+        (
+            SFT | env(max_tokens_per_step=96) | tokens("val_env_manager", 80),
+            "custom_envs.lake.max_tokens_per_step",
+            "96 exceeds val_env_manager.generating_args.max_new_tokens, 80",
+            SFT | env(max_tokens_per_step=96) | tokens("val_env_manager", 96),
         ),
         (SFT | {"eval_steps": 5}, "eval_steps", "without data.val_dataset_name", VALIDATED_SFT | {"eval_steps": 5}),
         (SFT | {"val_batch_size": 8}, "val_batch_size", "pipeline: sft without custom_envs", SFT | LAKE),

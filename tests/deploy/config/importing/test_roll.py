@@ -104,6 +104,17 @@ def test_evaluations_are_sampled_as_in_roll(
     assert (args.temperature, args.top_p, args.top_k) == expected
 
 
+@pytest.mark.parametrize(("limit", "expected"), [(32, 32), (128, 64), (None, 64)])
+def test_an_answer_ends_at_the_least_limit(limit: int | None, expected: int, tmp_path: Path):
+    """FrozenLake's turns have 64 tokens."""
+    args = {} if limit is None else {"max_new_tokens": limit}
+    infer = {**yaml.safe_load(FROZEN_LAKE.read_text())["actor_infer"], "generating_args": {"temperature": 1.0, **args}}
+    imported = import_roll(write_variant(tmp_path, yaml.safe_dump({"actor_infer": infer})))
+    assert imported.tree["custom_envs"]["FrozenLake"]["max_tokens_per_step"] == expected
+    trial = make_trial(imported.tree)
+    assert check_imported(trial) == []
+
+
 def test_the_policys_backend_timeout_is_that_of_all_roles(tmp_path: Path):
     variant = write_variant(tmp_path, "actor_train: {backend_timeout: 60}\nactor_infer: {backend_timeout: 90}")
     imported = import_roll(variant)
