@@ -31,6 +31,7 @@ from offbeat.services.gateway.server import Gateway
 from offbeat.services.gateway.session import EpisodeSession, InvalidCallError, SessionLimits
 from offbeat.services.messages.types import Completion, FinishReason, VersionSpan
 from offbeat.services.rollout.agents.task import AgentTask, EnvReply
+from offbeat.services.rollout.envs.runners import do_step, read_traits
 from offbeat.services.telemetry import MetricRecord, mean
 from offbeat.services.text_samples import TextSample
 from offbeat.trainer.trackers.base import Row, TrackedRun, Tracker
@@ -191,7 +192,7 @@ class FakeModel:
             model=session.model,
             tag=env,
             seed=seed,
-            system_prompt=str(getattr(made.env.unwrapped, "system_prompt", "")),
+            system_prompt=read_traits(made.env).system_prompt,
             observation=str(observation),
             max_steps=max_steps,
         )
@@ -222,12 +223,11 @@ class _Env:
     async def step(self, action: str) -> dict[str, Any]:
         if self.is_done:
             raise InvalidCallError("the episode is over", "episode_over")
-        observation, reward, terminated, truncated, info = self.env.step(action)
+        result = do_step(self.env, action)
         self.num_steps += 1
-        self.is_done = bool(terminated or truncated) or self.num_steps >= self.max_steps
-        numbers = {name: float(value) for name, value in info.items() if isinstance(value, bool | int | float)}
-        metrics = {name: value for name, value in numbers.items() if math.isfinite(value)}
-        return asdict(EnvReply(str(observation), float(reward), self.is_done, metrics))
+        self.is_done = result.terminated or result.truncated or self.num_steps >= self.max_steps
+        metrics = {name: value for name, value in result.metrics.items() if math.isfinite(value)}
+        return asdict(EnvReply(result.observation, result.reward, self.is_done, metrics))
 
 
 class RecordingTracker(Tracker):

@@ -94,7 +94,7 @@ def read_traits(env: TextEnv) -> EnvTraits:
     inner = env.unwrapped
     modes: Mapping[str, str] = getattr(inner, "metrics_agg_mode", {})
     functions: Sequence[Mapping[str, Any]] = getattr(inner, "functions", ())
-    prompt = str(getattr(inner, "system_prompt", ""))
+    prompt = str(getattr(inner, "system_prompt", None) or "")
     return EnvTraits(prompt, dict(modes), tuple(dict(each) for each in functions), read_seats(env))
 
 

@@ -5,6 +5,7 @@ import os
 from typing import Any
 from urllib.request import Request, urlopen
 
+import numpy as np
 import pytest
 
 from offbeat import AgentTask
@@ -56,19 +57,23 @@ def test_each_task_of_a_fake_model_starts_its_script_anew():
 
 
 class UnboundedEnv(CountingEnv):
+    system_prompt = None  # type: ignore[assignment]
+
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         observation, reward, terminated, truncated, info = super().step(action)
-        return observation, reward, terminated, truncated, {**info, "distance": math.inf}
+        return observation, reward, terminated, truncated, {**info, "distance": math.inf, "success": np.bool_(True)}
 
 
 def test_a_fake_models_episode_ends_as_in_a_run():
-    """An answer is cut at max_tokens, no step follows the last one, and metrics are finite."""
+    """An answer is cut at max_tokens, no step follows the last one, and metrics are finite, of numpy's types, too."""
     with FakeModel(["Right"]) as model:
         task = model.task(f"{__name__}:UnboundedEnv", {"length": 1})
         assert ask(task, [{"role": "user", "content": "a"}], max_tokens=2)["finish_reason"] == "length"
         assert ask(task, [{"role": "user", "content": "a"}])["finish_reason"] == "stop"
+        assert task.system_prompt == ""
         reply = task.step("Right")
         assert (reply.done, "total" in reply.metrics, "distance" in reply.metrics) == (True, True, False)
+        assert reply.metrics["success"] == 1.0
         with pytest.raises(RuntimeError, match="the episode is over"):
             task.step("Right")
 

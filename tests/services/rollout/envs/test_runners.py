@@ -22,8 +22,8 @@ from offbeat.services.rollout.envs.runners import (
     ThreadEnv,
 )
 from offbeat.services.threads import DaemonThreads, HungError
-from tests.fakes_rollout import HERE
-from tests.waiting import wait_until
+from tests.fakes_rollout import HERE, CountingEnv
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -77,6 +77,15 @@ async def test_a_step_returns_plain_values(kind: str):
         assert (await runner.reset(0)).observation.startswith("P ")
         metrics = {"total": 1.0, "first_step": 1.0, "highest": 1.0, "action_is_valid": 1.0, "success": 1.0}
         assert await runner.step("x") == StepResult("_ 1", 0.5, True, False, metrics)
+
+
+class Undescribed(CountingEnv):
+    system_prompt = None  # type: ignore[assignment]
+
+
+async def test_an_env_whose_system_prompt_is_none_has_none():
+    runner = InlineEnv(EnvSpec(f"{__name__}:Undescribed", {}, 20.0, 20.0))
+    assert (await runner.start()).system_prompt == ""
 
 
 async def play_two_steps(runner: EnvRunner) -> None:
@@ -148,7 +157,7 @@ async def test_a_daemon_that_holds_the_pipes_of_a_failed_process_delays_nobody(t
     async with running("process", spec("BadEnv", how="leave_daemon", when="reset", marker=str(marker))) as runner:
         await runner.start()
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 with pytest.raises(EpisodeError, match="reset_error"):
                     await runner.reset(0)
         finally:
