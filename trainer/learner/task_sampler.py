@@ -7,6 +7,7 @@ from typing import Protocol
 
 from offbeat.envs.task_samplers import TaskSampler
 from offbeat.services.messages.types import Group
+from offbeat.trainer.learner.episode_success import reports_success
 
 FILE = Path("state", "task_sampler.json")
 
@@ -28,7 +29,7 @@ class Curriculum:
             return
         for group in groups:
             rewards = [trajectory.reward for trajectory in group.trajectories]
-            successes = [trajectory.metrics.get("success", 0.0) for trajectory in group.trajectories]
+            successes = [t.metrics["success"] if reports_success(t) else 0.0 for t in group.trajectories]
             self._sampler.learn(group.tag, group.seed, rewards, successes)
         self.publish()
 

@@ -1,6 +1,8 @@
 """The learner's side of a task sampler: each trained group is learnt from once in the lineage of weights that survives."""
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,16 @@ def test_what_was_learnt_is_reported_kept_and_continued(tmp_path: Path) -> None:
     assert buffer.taught[-1] == buffer.taught[-2]
     again.observe([group])
     assert json.loads(buffer.taught[-1])["seen"] == [success, success]
+
+
+@pytest.mark.parametrize("metrics", [{"success": math.nan}, {}])
+def test_a_success_that_is_not_reported_is_none(metrics: dict[str, float]) -> None:
+    """As in evaluations."""
+    group = make_group(0)
+    members = tuple(replace(each, metrics=metrics) for each in group.trajectories)
+    buffer = FakeLearnerBuffer()
+    Curriculum(Levels((group.tag, "hard")), buffer).observe([replace(group, trajectories=members)])
+    assert json.loads(buffer.taught[-1])["seen"] == [0.0]
 
 
 def test_what_another_sampler_knew_is_refused_by_name(tmp_path: Path) -> None:
