@@ -24,6 +24,7 @@ from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.devices import choose_devices, count_gpus
 from offbeat.deploy.config.errors import ConfigError, collect_issues
 from offbeat.deploy.config.hub import download, find, resolve_models
+from offbeat.deploy.config.list_overrides import find_list_overrides
 from offbeat.deploy.config.paths import expand_home, resolve_paths
 from offbeat.deploy.config.rights import check_rights
 from offbeat.deploy.config.run import RunConfig
@@ -160,6 +161,7 @@ def compose_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 def compose_files(path: Path, overrides: Sequence[str] = ()) -> tuple["DictConfig", object]:
     """Return a file with its defaults list and overrides, unresolved, and its own tree; raises `ConfigError`."""
     from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
 
     if path.suffix != ".yaml":
         raise ConfigError([ConfigIssue("", f"Hydra reads only *.yaml files: rename {path.name}")], str(path))
@@ -170,7 +172,12 @@ def compose_files(path: Path, overrides: Sequence[str] = ()) -> tuple["DictConfi
         folder = str(path.resolve().parent)
         with _composing, initialize_config_dir(config_dir=folder, version_base="1.3"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*Defaults list is missing `_self_`.*")  # ROLL's files: last by default
-            return compose(config_name=path.name, overrides=_allow_new_keys(overrides)), own
+            try:
+                return compose(config_name=path.name, overrides=_allow_new_keys(overrides)), own
+            except (HydraException, TypeError) as error:
+                if issues := list(find_list_overrides(overrides, compose(config_name=path.name))):
+                    raise ConfigError(issues, str(path)) from error
+                raise
 
 
 @contextmanager
@@ -181,8 +188,8 @@ def readable(path: Path) -> Generator[None]:
 
     try:
         yield
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
-        # OmegaConf raises OSError for a document that is a scalar
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, TypeError, UnicodeDecodeError) as error:
+        # OmegaConf raises OSError for a document that is a scalar, TypeError for a list's element without a number
         raise ConfigError([ConfigIssue("", _first_lines(error))], str(path)) from error
     except RecursionError as error:
         raise ConfigError(

@@ -175,6 +175,24 @@ def test_a_missing_value_of_an_interpolation_is_refused(tmp_path: Path):
     assert "nowhere" in refused(path=tmp_path / "x.yaml")[""]
 
 
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("rewards.answer.weight=2", "rewards is a list: rewards.0.weight=2 (0 is answer)"),
+        ("rewards.math.threshold=0.5", "rewards is a list: rewards.0.threshold=0.5 (0 is answer)"),
+        ("rewards.9.weight=2", "rewards is a list: rewards.0.weight=2 (0 is answer)"),
+        ("~rewards.answer", "rewards is a list: set it as a whole (rewards=[...])"),
+        ("~rewards.0", "rewards is a list: set it as a whole (rewards=[...])"),
+    ],
+)
+def test_an_element_of_a_list_has_a_number(override: str, says: str):
+    """ROLL's `rewards` are a mapping."""
+    with pytest.raises(ConfigError) as error:
+        compose_tree(Path("rlvr"), ["seed=3", override])
+    assert [issue.message for issue in error.value.issues] == [says]
+    assert compose_tree(Path("rlvr"), ["rewards.0.weight=2"])["rewards"][0]["weight"] == 2
+
+
 def test_the_shown_configuration_loads_as_the_same_one(tmp_path: Path):
     config = load_run(QUICKSTART, ["seed=9"])
     path = tmp_path / "shown.yaml"
