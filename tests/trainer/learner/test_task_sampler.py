@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from offbeat.envs.task_samplers import Levels
 from offbeat.trainer.learner.task_sampler import Curriculum
@@ -45,7 +46,7 @@ def test_what_was_learnt_is_reported_kept_and_continued(tmp_path: Path) -> None:
 def test_a_success_that_is_not_reported_is_none(metrics: dict[str, float]) -> None:
     """As in evaluations."""
     group = make_group(0)
-    members = tuple(replace(each, metrics=metrics) for each in group.trajectories)
+    members = tuple(structs.replace(each, metrics=metrics) for each in group.trajectories)
     buffer = FakeLearnerBuffer()
     Curriculum(Levels((group.tag, "hard")), buffer).observe([replace(group, trajectories=members)])
     assert json.loads(buffer.taught[-1])["seen"] == [0.0]
