@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -67,6 +67,11 @@ class ChatTemplate:
         """Tokens that the tokenizer puts before a text, such as Llama 3's BOS; chat templates write their own."""
         self.tools = _tool_format(render, tokenizer, self.end_text, self.style)
         self._encode = lru_cache(MAX_CACHED_TEXTS)(self._encode_now)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Token ids of the tokenizer, gaps between them included."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
     def reads_calls(self) -> bool:

@@ -202,14 +202,19 @@ class EpisodeSession:
         if request.prompt is None:
             tools = request.tools if request.reads_calls or self.template.reads_calls else ()
             return self.tree.plan_chat(request.messages, tools, request.prefill)
-        prompt = (
-            self.tree.plan_text(request.prompt, has_start=request.has_start)
-            if isinstance(request.prompt, str)
-            else self.tree.plan_tokens(request.prompt)
-        )
+        if isinstance(request.prompt, str):
+            prompt = self.tree.plan_text(request.prompt, has_start=request.has_start)
+        else:
+            self._require_known(request.prompt)
+            prompt = self.tree.plan_tokens(request.prompt)
         if not prompt.tokens:
             raise InvalidCallError("the prompt is empty")
         return prompt
+
+    def _require_known(self, token_ids: tuple[int, ...]) -> None:
+        num_tokens = self.template.num_tokens
+        if unknown := [token for token in token_ids if token >= num_tokens]:
+            raise InvalidCallError(f"token {unknown[0]} is not in the policy's vocabulary of {num_tokens}")
 
     def _record(self, prompt: Prompt, completion: Completion, request: ModelRequest) -> ModelReply:
         num_kept, text, stop_word = self._until_stop(completion, request.stop)

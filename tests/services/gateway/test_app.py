@@ -175,10 +175,18 @@ async def test_parameters_that_are_not_followed_are_counted(
 
 
 @pytest.mark.parametrize(
-    ("changes", "problem"), [({"n": 0}, "n is 0"), ({"max_tokens": 0}, "is 0"), ({"prompt": [True, 5]}, "token ids")]
+    ("changes", "problem"),
+    [
+        ({"n": 0}, "n is 0"),
+        ({"max_tokens": 0}, "is 0"),
+        ({"prompt": [True, 5]}, "token ids"),
+        ({"prompt": [5, 10**6]}, "token 1000000 is not in the policy's vocabulary of 258"),
+    ],
 )
 async def test_a_completion_without_anything_to_sample_is_refused(
     hermes: ChatTemplate, changes: dict[str, Any], problem: str
 ):
-    response = await post(session_of(Scripted(hermes, [])), "/v1/completions", {"prompt": [5, 6], **changes})
+    session = session_of(Scripted(hermes, []))
+    response = await post(session, "/v1/completions", {"prompt": [5, 6], **changes})
     assert (response.status_code, problem in response.json()["error"]["message"]) == (400, True)
+    assert session.failure is None
