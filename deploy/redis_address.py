@@ -1,9 +1,14 @@
 """Address of a run's Redis, from the mesh's files."""
 
+from contextlib import suppress
 from pathlib import Path
+from typing import cast
 
-from offbeat.deploy.run_folder import read_endpoints
+from redis import Redis
+
+from offbeat.deploy.run_folder import CLAIM, read_endpoints
 from offbeat.services.errors import MeshError
+from offbeat.services.keys import RunKeys
 from offbeat.services.redis.url import address_problem
 from offbeat.services.redis.url_file import read_url_file
 
@@ -36,3 +41,16 @@ def find_url(folder: Path) -> str | None:
         return read_url_file(path) if path.is_file() and not has_own_redis else None
     except OSError as error:
         raise MeshError(f"{path} can't be read: {error.strerror}; it is readable by who started the mesh") from None
+
+
+def has_other_run(redis: Redis, run_id: str, folder: Path) -> bool:
+    """Return whether the run of that name is not the folder's: a later one, or the original of a copy."""
+    values = cast(list[bytes | None], redis.hmget(RunKeys(run_id).record, ["output_dir", "created_at"]))
+    recorded, created_at = (value.decode() if value else "" for value in values)
+    if not recorded:
+        return False
+    with suppress(OSError):  # the folder may have been moved since
+        if not Path(recorded).samefile(folder):
+            return True
+    claim = folder / CLAIM
+    return claim.is_file() and claim.read_text() != f"{run_id} {created_at}"

@@ -30,6 +30,8 @@ LOCK_ATTEMPTS, LOCK_POLL_S = 5, 0.02
 """`find_holder` takes the lock for a moment."""
 BOOT_ID, PID_NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 ENDPOINTS = "endpoints.json"
+CLAIM = ".claim"
+"""Run of a mesh that has the folder: its name, and the time at which it was recorded."""
 REDIS = "redis"
 MARKS = (CONFIG, "checkpoints", "ledger", "redis", "report.json")
 WRITTEN = {
@@ -58,7 +60,7 @@ WRITTEN = {
     "tensorboard": (),
     "trackers": (),
     "weights": ("offbeat-*",),
-    ".claim": (),
+    CLAIM: (),
     CONFIG_PART: (),
     ".report.json.part": (),
     ".start-*": (),
@@ -217,6 +219,7 @@ def claim(folder: Path, run_id: str, *, resume: bool) -> Path | None:
         if earlier is None:
             (folder / MARKER).unlink(missing_ok=True)
         raise FolderInUseError(problem)
+    (folder / CLAIM).unlink(missing_ok=True)  # of the run that had it
     return aside
 
 

@@ -22,7 +22,7 @@ from offbeat.deploy.backup.folder_files import FolderFiles, OpenedFile, open_fil
 from offbeat.deploy.backup.ledger_cut import complete_lines, cut_events, newest_group
 from offbeat.deploy.backup.redis_keys import KeysDump, dump_keys
 from offbeat.deploy.config.run import RunConfig
-from offbeat.deploy.redis_address import find_url, resolve_url
+from offbeat.deploy.redis_address import find_url, has_other_run, resolve_url
 from offbeat.services.buffer.group_ledger import LEDGER_FILE
 from offbeat.services.redis.connection import connect
 from offbeat.services.redis.server import EmbeddedRedis
@@ -70,6 +70,10 @@ def open_redis(folder: Path, config: RunConfig, given: str | None = None) -> Ite
     url = resolve_url(given) or config.redis.url or find_url(folder)
     if url is not None:
         with connect(url, patience_s=PATIENCE_S) as redis:
+            if has_other_run(redis, config.exp_name, folder):
+                raise BackupError(
+                    f"this Redis has another run {config.exp_name!r} than that of {folder}: copy the folder"
+                )
             yield redis
         return
     if not (folder / run_folder.REDIS).is_dir():

@@ -17,7 +17,7 @@ from offbeat.deploy.audit.lives import DROPPED, FAILED, OUTCOMES, TRAINED, Audit
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import read_run
 from offbeat.deploy.config.run import RunConfig
-from offbeat.deploy.redis_address import find_url, resolve_url
+from offbeat.deploy.redis_address import find_url, has_other_run, resolve_url
 from offbeat.services.buffer.admin import snapshot_from
 from offbeat.services.buffer.api import Counters
 from offbeat.services.buffer.group_ledger import (
@@ -105,6 +105,9 @@ def _read_events(
             return events, None, "its Redis is gone: only the files were examined"
         if url is not None:
             with connect(url, patience_s=REDIS_TIMEOUT_S) as redis:
+                if has_other_run(redis, config.exp_name, folder):
+                    other = f"its Redis has another run {config.exp_name}: only the files were examined"
+                    return events, None, other
                 events, counters = _with_newest(redis, config.exp_name, events)
             unknown = f"its Redis has no counters of run {config.exp_name}: only the ledger was examined"
             return events, counters, unknown if counters is None else ""

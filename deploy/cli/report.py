@@ -13,7 +13,7 @@ from offbeat.deploy.cli.audit import AuditError, find_folder
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.play.target import load_config
-from offbeat.deploy.redis_address import find_url, resolve_url
+from offbeat.deploy.redis_address import find_url, has_other_run, resolve_url
 from offbeat.deploy.report.history import RunHistory
 from offbeat.deploy.report.report import ReportMaker, read_report
 from offbeat.deploy.run_folder import CONFIG
@@ -108,6 +108,10 @@ def _redis_of(folder: Path, config: RunConfig, url: str | None) -> Iterator[Redi
     url = resolve_url(url) or config.redis.url or find_url(folder)
     if url is not None:
         with connect(url, patience_s=REDIS_TIMEOUT_S) as redis:
+            if has_other_run(redis, config.exp_name, folder):
+                raise MeshError(
+                    f"this Redis has another run {config.exp_name!r} than that of {folder}: its report stays"
+                )
             yield redis
         return
     if not (folder / "redis").is_dir():

@@ -44,6 +44,13 @@ def test_claim_keeps_a_resumed_run(tmp_path: Path):
     assert identify(tmp_path / "q") == before
 
 
+def test_a_resumed_run_is_no_longer_that_of_the_mesh_which_had_it(tmp_path: Path):
+    earlier_run(tmp_path / "q")
+    (tmp_path / "q" / run_folder.CLAIM).write_text("q 1.0")
+    run_folder.claim(tmp_path / "q", "q", resume=True)
+    assert not (tmp_path / "q" / run_folder.CLAIM).exists()
+
+
 def test_files_of_others_stay_when_a_run_is_moved_aside(tmp_path: Path):
     folder = tmp_path / "home"
     folder.mkdir()

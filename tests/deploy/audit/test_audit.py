@@ -5,14 +5,19 @@ import math
 from pathlib import Path
 
 import pytest
+from redis import Redis
 from typer.testing import CliRunner
 
 from offbeat.deploy.audit.audit import Evidence, audit
 from offbeat.deploy.cli.app import app
 from offbeat.deploy.cli.audit import examine
+from offbeat.deploy.cli.report import remake_report
 from offbeat.deploy.config.loader import dump_yaml, load_run
+from offbeat.deploy.run_folder import CLAIM
 from offbeat.services.buffer.api import Counters
 from offbeat.services.buffer.group_ledger import LedgerFile, LifeEvent
+from offbeat.services.buffer.scripts import BufferKeys
+from offbeat.services.keys import RunKeys
 from offbeat.trainer.learner.step_groups import StepGroups
 from offbeat.trainer.learner.step_ledger import (
     ReconciledLine,
@@ -230,6 +235,46 @@ def test_a_redis_that_does_not_know_the_run_is_said(run_folder: Path, redis_url:
     assert (by_variable.exit_code, by_variable.output) == (answer.exit_code, answer.output)
     assert answer.exit_code == 0, answer.output
     assert "its Redis has no counters of run" in answer.output
+
+
+def record_run(redis: Redis, folder: Path) -> None:
+    """Record a later run of the fixture's name, whose first group a worker plays."""
+    run_id = load_run(QUICKSTART).exp_name
+    redis.hset(RunKeys(run_id).record, mapping={"output_dir": str(folder), "created_at": "2.0"})
+    redis.xadd(BufferKeys(run_id).life, {"i": 1, "n": 0, "e": "admitted", "d": "0"}, id="9000-0")
+
+
+@pytest.mark.parametrize("claim", ["", "{} 1.0"])
+def test_a_later_run_of_the_same_name_is_not_the_folders(
+    run_folder: Path, redis_url: str, tmp_path_factory: pytest.TempPathFactory, claim: str
+):
+    """Its folder was moved aside; it may also be recorded as the later run's, which failed before it claimed it."""
+    later = run_folder if claim else tmp_path_factory.mktemp("later")
+    if claim:
+        (run_folder / CLAIM).write_text(claim.format(load_run(QUICKSTART).exp_name))
+    with Redis.from_url(redis_url) as redis:
+        record_run(redis, later)
+    found, evidence = examine(run_folder, redis_url)
+    assert found.proven, found.findings
+    assert (len(evidence.events), evidence.counters) == (6, None)
+    assert any("its Redis has another run" in note for note in found.notes)
+
+
+def test_no_report_is_made_of_a_later_run_of_the_same_name(
+    run_folder: Path, redis_url: str, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+):
+    with Redis.from_url(redis_url) as redis:
+        record_run(redis, tmp_path_factory.mktemp("later"))
+    assert remake_report(str(run_folder), redis_url) == 1
+    assert "this Redis has another run" in capsys.readouterr().err
+    assert not (run_folder / "report.json").exists()
+
+
+def test_a_run_whose_folder_was_moved_is_still_known(run_folder: Path, redis_url: str, tmp_path: Path):
+    (run_folder / CLAIM).write_text(f"{load_run(QUICKSTART).exp_name} 2.0")
+    with Redis.from_url(redis_url) as redis:
+        record_run(redis, tmp_path / "former")
+    assert len(examine(run_folder, redis_url)[1].events) == 7
 
 
 def test_brackets_are_printed_as_they_are(run_folder: Path):
