@@ -3,7 +3,7 @@
 from functools import cache
 from typing import Any
 
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 
 from offbeat.services.rollout.agents.task import AgentTask
 
@@ -21,7 +21,13 @@ def play(task: AgentTask) -> None:
     ]
     done = False
     while not done:
-        answer = policy.chat.completions.create(model=task.model, messages=messages).choices[0].message.content or ""
+        try:
+            completion = policy.chat.completions.create(model=task.model, messages=messages)
+        except BadRequestError as error:
+            if error.code == "context_length_exceeded":
+                return  # what was sampled so far is the episode
+            raise
+        answer = completion.choices[0].message.content or ""
         reply = task.step(answer)
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": reply.observation}]
         done = reply.done

@@ -99,6 +99,17 @@ async def test_a_step_by_step_agent_gives_the_policys_own_trajectory(mesh):
     assert {name: by_agent.metrics[name] for name in shared} == alone.metrics
 
 
+async def test_the_documented_agent_ends_with_its_context_as_the_policy_alone(mesh):
+    rules: dict[str, Any] = {"max_steps": 1000, "max_tokens_per_step": 4, "execution": "inline"}
+    env = CustomEnv(env_type=HERE + "CountingEnv", env_config={"length": 1000}, **rules)
+    walker = AgentRunner(path="offbeat.deploy.agents.walker:play")
+    async with mesh(env.model_copy(update={"agent_runner": walker})) as m:
+        by_agent = await m.outcome()
+    async with mesh(env) as m:
+        alone = await m.outcome()
+    assert (by_agent.stop_reason, by_agent.turns) == (StopReason.MAX_LENGTH, alone.turns)
+
+
 async def test_a_commands_processes_end_with_its_episode(mesh, tmp_path: Path):
     script = tmp_path / "agent.py"
     script.write_text(SCRIPT)
