@@ -1,5 +1,6 @@
 """Links of the chain that explains a run's wait."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +46,18 @@ class RunSnapshot:
     """Newest published version; -1: none."""
     leased: bool = True
     redis_trouble: str = ""
+
+    @property
+    def trains_by_admission(self) -> bool:
+        """Return whether the learner holds complete groups back until the oldest is complete."""
+        return json.loads(self.record.config).get("buffer", {}).get("order") == "admission"
+
+    @property
+    def awaited_group(self) -> GroupProgress | None:
+        """Return the active group that the learner takes next, as far as known."""
+        if self.trains_by_admission:
+            return min(self.groups, key=lambda group: group.number, default=None)
+        return min(self.groups, key=lambda group: (group.missing, group.number), default=None)
 
 
 def for_seconds(seconds: float) -> str:

@@ -247,7 +247,7 @@ def _learner_waits(snapshot: RunSnapshot) -> list[Cause]:
     if snapshot.buffer.ready:
         text = f"The learner takes groups for step {step + 1}; {snapshot.buffer.ready} are ready"
         return [Cause("learner", "takes", text, None, since, {"step": step, "ready": snapshot.buffer.ready})]
-    group = min(snapshot.groups, key=lambda group: (group.missing, group.number), default=None)
+    group = snapshot.awaited_group
     if group is None:
         return _no_running_group(snapshot, step, since)
     who = f"group {group.number}"

@@ -133,6 +133,14 @@ def test_episodes_wait_for_what_the_longest_of_them_waits_for():
     assert links[-1].detail == {"env": 1, "generation": 2}
 
 
+def test_in_order_of_admission_the_learner_waits_for_the_oldest_group():
+    """It holds back complete groups of higher numbers, however many there are."""
+    record = RunRecord("lake", '{"buffer": {"order": "admission"}}', "/x", 100, SETTINGS, state=RunState.RUNNING)
+    said = sentence(chain(snapshot(record=record)))
+    assert said.startswith("The learner waits for group 40 since 1.5 s; 6 of its 8 episodes are still running; ")
+    assert "for their env" in said
+
+
 def test_one_episode_is_spoken_of_as_one_and_never_as_more_than_there_are():
     groups = (GroupProgress(41, 8, 7, 0, 1, 0, 11),)
     said = sentence(chain(snapshot(groups=groups)))
