@@ -4,7 +4,6 @@ Invariant: components are found by name, so control replicas are interchangeable
 """
 
 import asyncio
-import copy
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
 from offbeat.deploy import run_folder
+from offbeat.deploy.cluster.live_values import set_values, to_overrides
 from offbeat.deploy.cluster.offbeat_process import last_output, read_json, run_offbeat
 from offbeat.deploy.cluster.packaged_recipes import PackagedRecipes
 from offbeat.deploy.components.env_workers import WorkerPool
@@ -62,7 +62,7 @@ from offbeat.services.control.service import InvalidRunError, NotAllowedError
 from offbeat.services.durable_files import FULL_DISK
 from offbeat.services.errors import ControlError
 from offbeat.services.generation.config import app_name
-from offbeat.services.live_settings import LIVE_SETTINGS, Settings
+from offbeat.services.live_settings import Settings
 from offbeat.services.redis.connection import connect
 from offbeat.trainer.config.aliases import canonical_json
 from offbeat.trainer.config.issue import ConfigIssue
@@ -241,8 +241,8 @@ class MeshRunFactory(PackagedRecipes):
 
     async def validate_change(self, record: RunRecord, requested: Settings, values: Mapping[str, float]) -> None:
         """Check a change of the requested settings; raises `InvalidRunError` with all issues."""
-        before, size = _apply_values(json.loads(record.config), asdict(requested)), await self._size()
-        issues = await asyncio.to_thread(self._added_issues, before, _apply_values(before, values), size)
+        before, size = set_values(json.loads(record.config), asdict(requested)), await self._size()
+        issues = await asyncio.to_thread(self._added_issues, before, set_values(before, values), size)
         if issues:
             raise InvalidRunError([_to_problem_view(issue) for issue in sorted(issues, key=str)])
 
@@ -283,7 +283,7 @@ class MeshRunFactory(PackagedRecipes):
 
     def plan(self, record: RunRecord, settings: Settings) -> dict[str, Any]:
         self.open_archive(record)  # the folder is here
-        in_force = (f"{row.info.path}={getattr(settings, name)}" for name, row in LIVE_SETTINGS.items())
+        in_force = to_overrides(json.loads(record.config), asdict(settings))
         config = str(Path(record.output_dir) / run_folder.CONFIG)
         process = run_offbeat(
             ["plan", config, *in_force, "--from", record.output_dir, "--json", "--episodes", str(PLANNED_EPISODES)],
@@ -336,17 +336,6 @@ def read_recorded(run_id: str, config: str | bytes, *, extra: ExtraValues | None
 
 def missing_models_of(config: RunConfig) -> list[str]:
     return missing_models(config.model_dump(mode="json"))
-
-
-def _apply_values(tree: dict[str, Any], values: Mapping[str, float]) -> dict[str, Any]:
-    changed = copy.deepcopy(tree)
-    for name, value in values.items():
-        *parents, leaf = LIVE_SETTINGS[name].info.path.split(".")
-        node = changed
-        for parent in parents:
-            node = node[parent]
-        node[leaf] = value
-    return changed
 
 
 def _to_problem_view(issue: ConfigIssue) -> ProblemView:

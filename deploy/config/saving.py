@@ -17,7 +17,7 @@ def to_saved_tree(config: RunConfig) -> dict[str, Any]:
         table = tree
         for name in parents:
             table = table[name]
-        del table[leaf]
+        table.pop(leaf, None)
     return tree
 
 
@@ -33,5 +33,7 @@ def _implied_keys(config: RunConfig) -> Iterator[str]:
         yield "actor_train.training_args.max_tokens_per_microbatch"
     if args.gradient_accumulation_steps is not None:
         yield "actor_train.training_args.num_minibatches"
+    for name in config.train_env_manager.generating_args.model_dump(exclude_none=True):
+        yield f"actor_infer.generating_args.{name}"
     if infer.generating_args.max_new_tokens == longest_answer(config.custom_envs):
         yield "actor_infer.generating_args.max_new_tokens"

@@ -118,7 +118,14 @@ class LearnerRunConfig(LearnerConfig):
         manager = info.data.get("train_env_manager")
         if not isinstance(manager, EnvManagerConfig):
             return value
-        args = manager.generating_args.over(value.generating_args)
+        given = value.generating_args
+        for name, of_manager in manager.generating_args.model_dump(exclude_none=True).items():
+            if name in given.model_fields_set and getattr(given, name) != of_manager:
+                raise ValueError(
+                    f"generating_args.{name}: {getattr(given, name)} disagrees with train_env_manager.generating_args."
+                    f"{name}, {of_manager}, for the same episodes: leave one of them out, or set both alike"
+                )
+        args = manager.generating_args.over(given)
         if "max_new_tokens" not in args.model_fields_set:
             args = args.model_copy(update={"max_new_tokens": longest_answer(info.data.get("custom_envs", {}))})
         return value.model_copy(update={"generating_args": args})

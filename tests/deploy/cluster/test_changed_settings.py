@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis as AsyncRedis
 
+from offbeat.deploy.cluster.live_values import set_values, to_overrides
 from offbeat.deploy.cluster.run_factory import MeshRunFactory
 from offbeat.deploy.config.loader import validate_tree
+from offbeat.deploy.config.saving import to_saved_tree
 from offbeat.deploy.run_setup import run_spec
 from offbeat.services.control.run import RunRecord
 from offbeat.services.control.service import InvalidRunError
@@ -62,3 +64,18 @@ async def test_staleness_is_lowered_below_the_steps_between_published_versions(f
     """The learner then publishes the steps that the bound would not admit otherwise."""
     tree = {"custom_envs": {"L": ENV}, "model_update_frequency": 4, "max_staleness": 3.0}
     assert await refusals(factory, tree, {"max_staleness": 1.0}) == []
+
+
+@pytest.mark.parametrize("saved", [True, False], ids=["saved", "of an earlier build"])
+async def test_a_temperature_of_the_manager_is_changed_in_both_tables(factory: MeshRunFactory, saved: bool) -> None:
+    manager = {"generating_args": {"temperature": 0.6}}
+    tree = {"custom_envs": {"L": ENV}, "train_env_manager": manager, "rollout_batch_size": 16}
+    config = validate_tree(tree)
+    record = to_saved_tree(config) if saved else config.model_dump(mode="json")
+    changed = validate_tree(set_values(record, {"temperature": 0.8}))
+    assert (changed.temperature, changed.train_env_manager.generating_args.temperature) == (0.8, 0.8)
+    assert to_overrides(record, {"temperature": 0.8}) == [
+        "actor_infer.generating_args.temperature=0.8",
+        "train_env_manager.generating_args.temperature=0.8",
+    ]
+    assert await refusals(factory, tree, {"temperature": 0.8}) == []

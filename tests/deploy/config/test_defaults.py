@@ -23,7 +23,7 @@ def sampling(**args: Any) -> dict[str, Any]:
         ({"train_env_manager": sampling(top_k=100)}, "recompute"),
         ({"actor_infer": sampling(top_p=0.9), "pipeline": "rlvr"}, "recompute"),
         ({"actor_infer": sampling(top_p=0.9), "pipeline": "online_dpo"}, "behavior"),
-        ({"actor_infer": sampling(top_k=100), "train_env_manager": sampling(top_k=-1)}, "behavior"),
+        ({"actor_infer": sampling(top_k=100), "train_env_manager": sampling(top_k=100)}, "recompute"),
         ({"val_env_manager": sampling(top_p=0.9)}, "behavior"),
         ({"actor_infer": sampling(top_p=0.9), "old_logprobs": "behavior"}, "behavior"),
         ({"actor_infer": sampling(top_p=0.9), "pg_variant": "aipo"}, "behavior"),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import dump_yaml, read_run, show_yaml, validate_tree
 from offbeat.deploy.config.saving import to_saved_tree
 from offbeat.deploy.run_setup import run_spec
@@ -83,6 +84,18 @@ def test_a_change_of_a_fork_changes_what_it_implies(
     record = RunRecord("lake", spec.config, "/runs/lake", spec.max_steps, spec.settings)
     fork = validate_tree(fork_config(json.loads(record.config), record, 2, "/c", changes))
     assert value_of(fork, path) == expected
+
+
+def test_the_managers_sampling_is_saved_alone_and_overridden_there(tmp_path: Path):
+    config = validate_tree(
+        BASE | {"train_env_manager": {"generating_args": {"temperature": 0.6, "max_new_tokens": 96}}}
+    )
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    assert read_run(tmp_path / "config.yaml") == config
+    changed = read_run(tmp_path / "config.yaml", ["train_env_manager.generating_args.temperature=1.3"])
+    assert changed.temperature == 1.3
+    with pytest.raises(ConfigError, match=r"temperature: 1\.3 disagrees with train_env_manager\.\S+, 0\.6"):
+        read_run(tmp_path / "config.yaml", ["actor_infer.generating_args.temperature=1.3"])
 
 
 def test_values_that_were_set_are_saved():

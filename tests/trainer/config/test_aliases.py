@@ -232,6 +232,9 @@ def test_the_training_managers_sampling_is_the_policys():
     config = RunConfig.model_validate_json(json.dumps(ENVS | keys | {"actor_infer": {"generating_args": {"top_k": 9}}}))
     assert (config.temperature, config.actor_infer.generating_args.top_k, config.settings.temperature) == (0.7, 9, 0.7)
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
+    both = ENVS | keys | {"actor_infer": {"generating_args": {"temperature": 0.9}}}
+    with pytest.raises(ValueError, match=r"temperature: 0\.9 disagrees with train_env_manager"):
+        RunConfig.model_validate_json(json.dumps(both))
 
 
 def test_arguments_of_a_single_tracker_need_no_name():
