@@ -68,7 +68,8 @@ def check_epochs(config: RunConfig) -> ConfigIssue | None:
         return None
     return ConfigIssue(
         "max_steps",
-        f"{config.max_steps} disagrees with data.num_train_epochs, which implies {steps}: leave one of them out",
+        f"{config.max_steps} disagrees with data.num_train_epochs, which implies {steps}: take that, or leave one of "
+        "them out",
     )
 
 

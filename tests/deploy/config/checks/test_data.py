@@ -47,7 +47,7 @@ def test_epochs_imply_the_steps(tmp_path: Path):
     assert (sft.max_steps, sft.groups_per_step, sft.train_env_manager.num_env_groups) == (4, 8, 16)
     assert load(tmp_path, "sft", "data.num_train_epochs=null", "max_steps=7").max_steps == 7
     issues = refused(tmp_path, "sft", "max_steps=7")
-    assert "7 disagrees with data.num_train_epochs, which implies 10" in issues["max_steps"]
+    assert "7 disagrees with data.num_train_epochs, which implies 10: take that, or leave" in issues["max_steps"]
 
 
 def test_a_fraction_of_epochs_is_taken_as_it_is_written(tmp_path: Path):
