@@ -63,7 +63,7 @@ def build(sessions: Sessions) -> FastAPI:
 
 def _with_session(sessions: Sessions, handler: Handler) -> Callable[[Request], Coroutine[Any, Any, Response]]:
     async def call(request: Request) -> Response:
-        session = sessions.get(_key(request))
+        session = next((sessions[key] for key in _keys(request) if key in sessions), None)
         if session is None:
             return _error_response(request, 401, "no episode is open under this key", "authentication_error")
         try:
@@ -81,9 +81,10 @@ def _with_session(sessions: Sessions, handler: Handler) -> Callable[[Request], C
     return call
 
 
-def _key(request: Request) -> str:
-    header = request.headers.get("authorization", "")
-    return header.removeprefix("Bearer ").strip() or request.headers.get("x-api-key", "")
+def _keys(request: Request) -> tuple[str, str]:
+    """Return the keys of both headers: clients send one of their machine's in the other."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else "", request.headers.get("x-api-key", "")
 
 
 async def _body(request: Request) -> dict[str, Any]:

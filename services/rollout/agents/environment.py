@@ -28,7 +28,9 @@ def agent_environment(python: str) -> dict[str, str]:
 def command_environment() -> dict[str, str]:
     """Return the environment of commands, whose Python may be another one: `PYTHONPATH` without installed packages."""
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return {**os.environ, **bypass_proxy(), "PYTHONPATH": _without_installed(filter(None, paths))}
+    # Anthropic's clients prefer the token to the key
+    kept = {name: value for name, value in os.environ.items() if name != "ANTHROPIC_AUTH_TOKEN"}
+    return {**kept, **bypass_proxy(), "PYTHONPATH": _without_installed(filter(None, paths))}
 
 
 def bypass_proxy() -> dict[str, str]:

@@ -26,11 +26,32 @@ REQUESTS: dict[str, dict[str, Any]] = {
 }
 
 
-async def post(session: EpisodeSession, path: str, body: dict[str, Any]) -> httpx.Response:
+async def post(
+    session: EpisodeSession, path: str, body: dict[str, Any], headers: dict[str, str] | None = None
+) -> httpx.Response:
     transport = httpx.ASGITransport(app=build({session.key: session}), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
-        headers = {"Authorization": f"Bearer {session.key}"}
+        headers = headers or {"Authorization": f"Bearer {session.key}"}
         return await client.post(path, content=json.dumps(body), headers=headers)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Authorization": "bearer KEY"}, 200),
+        ({"x-api-key": "KEY"}, 200),
+        ({"Authorization": "Bearer token-of-the-machine", "x-api-key": "KEY"}, 200),
+        ({"Authorization": "Bearer KEY", "x-api-key": "key-of-the-machine"}, 200),
+        ({"Authorization": "Bearer other", "x-api-key": "another"}, 401),
+        ({"Authorization": "Basic KEY"}, 401),
+        ({"Accept": "*/*"}, 401),
+    ],
+)
+async def test_a_key_is_found_in_either_header(hermes: ChatTemplate, headers: dict[str, str], status: int):
+    """Anthropic's clients send both where `ANTHROPIC_AUTH_TOKEN` is set."""
+    session = session_of(Scripted(hermes, ["yes"]))
+    sent = {name: value.replace("KEY", session.key) for name, value in headers.items()}
+    assert (await post(session, "/v1/messages", REQUESTS["/v1/messages"], sent)).status_code == status
 
 
 @pytest.mark.parametrize("path", REQUESTS)

@@ -56,6 +56,12 @@ def test_folders_beside_installed_packages_stay_on_a_commands_path(monkeypatch: 
     assert command_environment()["PYTHONPATH"].split(os.pathsep) == own
 
 
+def test_a_command_has_no_token_of_the_machine_for_anthropic(monkeypatch: pytest.MonkeyPatch):
+    """Claude Code would take it for `ANTHROPIC_API_KEY`."""
+    monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "of-the-machine")
+    assert "ANTHROPIC_AUTH_TOKEN" not in command_environment()
+
+
 def test_each_variable_of_hosts_without_a_proxy_keeps_its_own(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("no_proxy", "localhost")
     monkeypatch.setenv("NO_PROXY", "localhost,.corp")
