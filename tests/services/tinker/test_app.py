@@ -1,6 +1,7 @@
 """Routes over a real Redis: retries change nothing, keys are apart, and no body is answered with a 5xx."""
 
 import json
+import re
 from datetime import datetime
 from typing import Any
 from urllib.parse import quote
@@ -229,9 +230,9 @@ async def test_why_says_what_a_model_waits_for(server: Server) -> None:
     assert "a command of another model" in await why()
     server.log.commit(other, owner, 0, Result.of_json({}))
     server.log.take_up(model, 0)
-    assert "it has been applying command 0 for 0." in await why()
+    assert re.search(r"it has been applying command 0 for \d{1,2}\.\d", await why())
     server.log.report("another", 3, {"third": 4})
-    assert "it has been applying commands of 2 other models for 0." in await why()
+    assert re.search(r"it has been applying commands of 2 other models for \d{1,2}\.\d", await why())
     server.log.report(other, 0, {model: 0})
     assert (await why()).endswith("s, in a pass with those of 1 other model")
     server.log.commit(model, owner, 0, Result.of_json({}))
