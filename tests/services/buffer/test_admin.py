@@ -56,7 +56,7 @@ async def test_the_only_worker_counts_as_silent_since_its_heartbeat(run: Run, re
     """The observed clock, which times workers out, stands still meanwhile."""
     await run.buffer.claim("w", 1)
     redis.hincrby(f"{BufferKeys(RUN).root}:ledger", "swept", -60_000)
-    assert [worker.silent_s for worker in (await run.watch.snapshot()).workers] == [pytest.approx(60, abs=5)]
+    assert [worker.silent_s for worker in (await run.watch.snapshot()).workers] == [pytest.approx(60, abs=30)]
 
 
 async def test_the_life_of_each_group_is_recorded(redis: Redis, async_redis: AsyncRedis):
