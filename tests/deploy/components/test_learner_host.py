@@ -29,21 +29,18 @@ from offbeat.services.errors import RetryableError
 from offbeat.services.keys import ENDING, RunKeys
 from offbeat.trainer.watchdog import EXIT_HUNG
 from tests.paths import QUICKSTART
-from tests.waiting import wait_until_sync
+from tests.waiting import PATIENCE_S, wait_until_sync
 
 pytestmark = pytest.mark.slow
 
-FOREVER = [sys.executable, "-u", "-c", "import time; print('up'); time.sleep(1000)"]
+PYTHON = [sys.executable, "-u", "-c"]
+FOREVER = [*PYTHON, "import time; print('up'); time.sleep(1000)"]
 GRACEFUL = [
-    sys.executable,
-    "-u",
-    "-c",
+    *PYTHON,
     "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); print('up'); time.sleep(1000)",
 ]
 STUBBORN = [
-    sys.executable,
-    "-u",
-    "-c",
+    *PYTHON,
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up'); time.sleep(1000)",
 ]
 
@@ -120,8 +117,9 @@ def test_graceful_stop_lets_learner_finish(redis: Redis, redis_url: str, tmp_pat
 
 @pytest.mark.parametrize(("command", "code"), [(GRACEFUL, 0), (STUBBORN, -signal.SIGKILL)])
 def test_host_stops_its_learner_gracefully_or_kills_it(
-    redis: Redis, redis_url: str, tmp_path: Path, command: list[str], code: int
+    redis: Redis, redis_url: str, tmp_path: Path, command: list[str], code: int, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr("offbeat.deploy.components.learner_host.KILL_TIMEOUT_S", PATIENCE_S)
     host = LearnerHost("r", redis_url, tmp_path, command=command)
     host.start()
     wait_until_sync(lambda: is_up(tmp_path))
@@ -131,7 +129,10 @@ def test_host_stops_its_learner_gracefully_or_kills_it(
     host.stop(grace_s=30.0)
 
 
-def test_host_waits_for_the_checkpoint_of_its_learner(redis: Redis, redis_url: str, tmp_path: Path):
+def test_host_waits_for_the_checkpoint_of_its_learner(
+    redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("offbeat.deploy.components.learner_host.KILL_TIMEOUT_S", PATIENCE_S)
     record = RunKeys("r").record
     redis.hset(record, "learner_doing", json.dumps({"stage": "checkpoint", "step": 1}))
     host = LearnerHost("r", redis_url, tmp_path, command=STUBBORN)
@@ -142,7 +143,7 @@ def test_host_waits_for_the_checkpoint_of_its_learner(redis: Redis, redis_url: s
     stopping.join(1.5)
     assert stopping.is_alive()
     redis.hset(record, "learner_doing", json.dumps({"stage": "publish", "step": 1}))
-    stopping.join(30.0)
+    stopping.join(PATIENCE_S)
     assert read_status(redis, "r").exit_code == -signal.SIGKILL
 
 
@@ -235,9 +236,7 @@ def test_learner_dies_with_its_host_and_counts_as_dead(redis: Redis, redis_url: 
 
 
 WAITS_FOR_THE_LEASE = [
-    sys.executable,
-    "-u",
-    "-c",
+    *PYTHON,
     """if True:
     import os, time
     from offbeat.services.redis.connection import connect
@@ -273,10 +272,8 @@ def test_a_standby_learner_takes_over_and_is_replaced(
     assert pids_that_logged(tmp_path, "stands by") == [], "a standby started before there were weights"
     redis.hset(RunKeys("r").progress, mapping={"step": 0, "version": 0})
     wait_until_sync(lambda: pids_that_logged(tmp_path, "stands by") != [])
-    before, (first, second) = (
-        read_status(redis, "r"),
-        (pids_that_logged(tmp_path, "up")[0], pids_that_logged(tmp_path, "stands by")[0]),
-    )
+    before = read_status(redis, "r")
+    first, second = pids_that_logged(tmp_path, "up")[0], pids_that_logged(tmp_path, "stands by")[0]
     os.kill(first, signal.SIGKILL)
     wait_until_sync(lambda: pids_that_logged(tmp_path, "up") == [first, second])
     wait_until_sync(lambda: len(pids_that_logged(tmp_path, "stands by")) == 2)
