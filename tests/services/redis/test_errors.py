@@ -99,13 +99,21 @@ def test_commands_wait_for_the_end_of_a_long_script(redis_url: str) -> None:
     script = "local s = redis.call('TIME')[1] while redis.call('TIME')[1] - s < 3 do end return 1"
     with connect(redis_url, patience_s=30.0) as client, Redis.from_url(redis_url) as other:
         other.config_set("lua-time-limit", "50")
-        running = threading.Thread(target=lambda: other.eval(script, 0))
+        was_busy = threading.Event()
+
+        def run_until_busy() -> None:
+            while not was_busy.is_set():
+                other.eval(script, 0)
+
+        running = threading.Thread(target=run_until_busy)
         running.start()
         try:
             with connect(redis_url, patience_s=0.1) as impatient:
                 wait_until_sync(lambda: _is_busy(impatient))
+            was_busy.set()
             assert client.set("key", "value")
         finally:
+            was_busy.set()
             running.join()
             other.config_set("lua-time-limit", "5000")
 
