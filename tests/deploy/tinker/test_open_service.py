@@ -9,7 +9,7 @@ from offbeat.services.generation.hf.engine import HfEngine
 from offbeat.services.tinker.config import TinkerConfig
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.models.tiny import write_tiny_policy
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 
 async def test_a_start_that_waits_for_the_learner_can_be_cancelled(
@@ -46,7 +46,7 @@ async def test_a_start_that_waits_for_the_learner_can_be_cancelled(
     await wait_until(lambda: started.is_set() or opening.done())
     assert not opening.done()
     opening.cancel()
-    done, _ = await asyncio.wait({opening}, timeout=5)
+    done, _ = await asyncio.wait({opening}, timeout=PATIENCE_S)
     assert done
     assert opening.cancelled()
     await asyncio.sleep(0)

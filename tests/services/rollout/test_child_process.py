@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from offbeat.services.rollout.child_process import end_child
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +30,7 @@ async def test_a_daemon_that_holds_a_full_stdin_delays_nobody():
     daemon = int(await child.stdout.readline())
     child.stdin.write(bytes(1 << 20))  # more than the pipe holds
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             assert await end_child(child, None) == -signal.SIGKILL
     finally:
         os.kill(daemon, signal.SIGKILL)
