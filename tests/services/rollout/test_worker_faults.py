@@ -178,15 +178,17 @@ async def test_an_episode_outlives_a_sleep_longer_than_its_limit(bench, tokenize
     class Sleeping(FakeGeneration):
         async def generate(self, requests, replica_id=""):
             with self.clock.stopped():
-                await asyncio.sleep(3.0)
+                for _ in range(6):
+                    await asyncio.sleep(1.0)
+                    yield []  # as the client says of engines that sleep
             async for completions in super().generate(requests, replica_id):
                 yield completions
 
-    env = custom("CountingEnv", episode_timeout_s=2.0, max_steps=1)
+    env = custom("CountingEnv", episode_timeout_s=5.0, max_steps=1)
     async with bench(train_episode(0), generation=Sleeping(walker(tokenizer)), custom_envs={"Slow": env}) as b:
         await b.until_done(1)
     assert b.buffer.failed == []
-    assert b.buffer.submitted[train_episode(0)].duration_s > 2.0
+    assert b.buffer.submitted[train_episode(0)].duration_s > 5.0
 
 
 async def test_only_the_turn_in_flight_is_lost_when_a_replica_dies(bench, tokenizer: Tokenizer):
