@@ -8,6 +8,7 @@ compared. Standard library only, as this source also runs in the sandbox.
 import ast
 import builtins
 import collections
+import contextlib
 import importlib
 import json
 import operator
@@ -26,6 +27,8 @@ SEQUENCES: dict[str, Any] = {"l": list, "t": tuple, "s": set, "f": frozenset, "q
 ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor")
 HIDDEN_ERRORS = ("StopIteration", "StopAsyncIteration", "GeneratorExit")
 """Errors that would end a caller's loop as if complete."""
+LIBRARIES = {**{name: name for name in sys.stdlib_module_names}, "numpy": "numpy", "np": "numpy"}
+"""Modules that a test uses without importing them, by their names in it."""
 
 
 class Remote:
@@ -260,22 +263,41 @@ def connect(read_fd: int, write_fd: int, timeout_s: float, startup_timeout_s: fl
 
 
 def bind(peer: Peer, test: str) -> dict[str, Any]:
-    """Return the program's names that a test uses.
+    """Return what a test uses without defining it: modules, and the program's names.
 
-    The program's `all` or `sorted` does not replace a test's builtin if the test uses another name of it.
+    The program's `math` does not replace the module, nor its `all` or `sorted` a test's builtin if the test uses another
+    name of it.
     """
     nodes = list(ast.walk(ast.parse(test)))
-    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    namespace: dict[str, Any] = used_modules(nodes)
+    used = {node.id for node in nodes if isinstance(node, ast.Name)} - namespace.keys()
     defined = used & set(peer.request("names"))
     own = {name for name in defined if not hasattr(builtins, name)}
-    namespace: dict[str, Any] = {}
     for name in own or defined:
         ((kind, value),) = peer.request("global", name).items()
         if kind == "value":
             namespace[name] = value
-        elif value.partition(".")[0] in sys.stdlib_module_names:
+        elif value.partition(".")[0] in LIBRARIES.values():
             namespace[name] = importlib.import_module(value)
     return namespace
+
+
+def used_modules(nodes: list[ast.AST]) -> dict[str, types.ModuleType]:
+    """Return the modules of which a test uses only attributes that they have."""
+    attributes: dict[str, set[str]] = {}
+    owners: set[int] = set()
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in LIBRARIES:
+            attributes.setdefault(node.value.id, set()).add(node.attr)
+            owners.add(id(node.value))
+    others = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in owners}
+    modules: dict[str, types.ModuleType] = {}
+    for name in attributes.keys() - others:
+        with contextlib.suppress(ImportError):
+            module = importlib.import_module(LIBRARIES[name])
+            if all(hasattr(module, attribute) for attribute in attributes[name]):
+                modules[name] = module
+    return modules
 
 
 def run_test(test: str, read_fd: int, write_fd: int, timeout_s: float, startup_timeout_s: float) -> None:

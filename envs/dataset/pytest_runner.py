@@ -39,7 +39,8 @@ def run_pytest(test: str, read_fd: int, write_fd: int, timeout_s: float, startup
     peer = connect(read_fd, write_fd, timeout_s, startup_timeout_s)  # type: ignore  # noqa: F821
     tree = ast.parse(test)
     used = bind(peer, test)  # type: ignore  # noqa: F821
-    defined = {name: value for name, value in used.items() if not isinstance(value, types.ModuleType)}
+    modules = {name: value for name, value in used.items() if isinstance(value, types.ModuleType)}
+    defined = {name: value for name, value in used.items() if name not in modules}
     if imports_program(tree):
         for name in peer.request("names"):
             ((kind, value),) = peer.request("global", name).items()
@@ -48,12 +49,14 @@ def run_pytest(test: str, read_fd: int, write_fd: int, timeout_s: float, startup
     if not defined:
         raise NameError("the tests use nothing that the program defines")
     module = types.ModuleType(MODULES[0])
-    module.__dict__.update(defined)
+    given = {**defined, **modules}
+    public = sorted(name for name in given.keys() - imported(tree) if not name.startswith("_"))
+    module.__dict__.update(given, __all__=public)
     sys.modules.update(dict.fromkeys(MODULES, module))
     lines = test.splitlines()
     start = max((node.end_lineno or 0 for node in tree.body if is_future_import(node)), default=0)
-    given = [f"from {MODULES[0]} import {name}" for name in used if name in defined]
-    Path("test_program.py").write_text("\n".join([*lines[:start], *given, *lines[start:], ""]), encoding="utf-8")
+    imports = [f"from {MODULES[0]} import {name}" for name in used]
+    Path("test_program.py").write_text("\n".join([*lines[:start], *imports, *lines[start:], ""]), encoding="utf-8")
     pytest.main([*OPTIONS, "test_program.py"], plugins=[Outcomes(os.dup(1))])
 
 
@@ -61,6 +64,16 @@ def imports_program(tree: ast.Module) -> bool:
     nodes = list(ast.walk(tree))
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     return bool(set(MODULES) & (names | {node.module for node in nodes if isinstance(node, ast.ImportFrom)}))
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """Return the names that a test imports from elsewhere, which `from solution import *` must not replace."""
+    nodes = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and node.module not in MODULES)
+    ]
+    return {alias.asname or alias.name.partition(".")[0] for node in nodes for alias in node.names}
 
 
 def is_future_import(node: ast.stmt) -> bool:

@@ -11,6 +11,7 @@ from offbeat.envs.sandbox import Limits, check_isolation
 from tests.envs.sandbox.needs import needs_sandbox
 
 EQUATION = "assert double(21) == 42"
+MODULE = "assert math.isclose(double(21), 42)"
 STATEMENTS = """
 results = [double(x) for x in (1, 2)]
 assert results == [2, 4]
@@ -75,6 +76,7 @@ HACKS = {
     "equal_hashes": AS_PEER.format(
         """('["value",{"s":%s}]' % [number * (2**61 - 1) for number in range(60_000)]).encode() + b'\\n'"""
     ),
+    "own_module": WRONG + "class math: isclose = lambda *a: True",
     "nothing": "",
     "endless": "while True: pass",
     "no_memory": "x = [0] * 10**10",
@@ -88,7 +90,7 @@ SHORT = Limits(timeout_s=3.0, cpu_s=3)
 @pytest.mark.parametrize("name", HACKS)
 def test_reward_hacks_fail(name: str):
     limits = SHORT if name.startswith("endless") or name in ("equal_hashes", "sleep") else LIMITS
-    for test in (EQUATION, STATEMENTS):
+    for test in (EQUATION, STATEMENTS, MODULE):
         began = time.monotonic()
         assert check_program(HACKS[name], test, limits)
         assert time.monotonic() - began < 60  # a program that stays is killed
@@ -97,6 +99,9 @@ def test_reward_hacks_fail(name: str):
 SOLUTIONS = [
     ("def double(x): return 2 * x", EQUATION),
     ("def double(x): return 2 * x", STATEMENTS),
+    ("def double(x): return 2 * x", MODULE),
+    ("import numpy as np\ndef double(x): return 2 * x", "np.testing.assert_allclose(double(0.2), 0.4)"),
+    ("class Queue: push = lambda s, x: x\nqueue = Queue()", "assert queue.push(3) == 3"),
     ("import sys\ndef double(x): return 2 * x\nprint('noise'); sys.stdout.flush()", STATEMENTS),
     (
         "def f(a, *, b): return {a: (b, None, {1.5}, b'x', range(3))}",

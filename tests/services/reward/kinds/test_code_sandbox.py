@@ -87,6 +87,18 @@ def test_a_pytest_file():
     assert rate(ADD, PYTEST.replace("from solution import add", "")) == 1.0
 
 
+@pytest.mark.parametrize("imports", ["", "from solution import *", "from solution import add, math"])
+def test_a_program_does_not_replace_a_module_of_a_pytest_file(imports: str):
+    tests = f"{imports}\ndef test_sum():\n    assert math.isclose(add(-1, 2), 1)"
+    hostile = "\nclass math:\n    isclose = lambda *_: True\n```"
+    assert rate(ADD, tests) == 1.0
+    assert rate(WRONG_FOR_NEGATIVE.removesuffix("\n```") + hostile, tests) == 0.0
+    own_raises = "\nclass pytest:\n    raises = lambda *_: open('/dev/null')\n```"
+    tests = "import pytest\nfrom solution import *\ndef test_types():\n    with pytest.raises(TypeError): add(1, 'a')"
+    assert rate(ADD, tests) == 1.0
+    assert rate("```python\ndef add(a, b): return 0" + own_raises, tests) == 0.0
+
+
 def test_a_list_of_pytest_files():
     tests = ["def test_a():\n    assert add(1, 2) == 3", "def test_b():\n    assert add(-1, 2) == 1"]
     assert rate(ADD, tests) == 1.0
