@@ -1,7 +1,7 @@
 """`offbeat audit`."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from offbeat.services.buffer.scripts import BufferScripts
 from offbeat.services.errors import MeshError
 from offbeat.services.redis.connection import connect
 from offbeat.services.redis.server import EmbeddedRedis
-from offbeat.trainer.learner.step_ledger import STEPS_FILE, read_step_ledger
+from offbeat.trainer.learner.step_ledger import STEPS_FILE, JournalLine, StepLine, read_step_ledger
 from offbeat.trainer.training.checkpoint import PREFIX, CheckpointError, read_checkpoint, read_uploaded
 
 RUNS = Path("runs")
@@ -68,11 +68,11 @@ def examine(folder: Path, redis_url: str | None = None) -> tuple[Audit, Evidence
         raise AuditError(f"{folder / run_folder.CONFIG}: {error}") from error
     if not (folder / LEDGER_FILE).is_file() or not (folder / STEPS_FILE).is_file():
         raise AuditError(f"{folder} has no ledger/: its learner trained no step, or an older build wrote it")
-    journal, broken = read_step_ledger(folder)
+    before, broken = read_step_ledger(folder)
     events, counters, complaint = _read_events(folder, config, redis_url)
     evidence = Evidence(
         events=events,
-        journal=journal,
+        journal=[*before, *_read_newer(folder, len(before), events)],
         checkpoints=_checkpoints(folder),
         counters=counters,
         groups_per_step=config.rollout_batch_size // config.train_env_manager.group_size,
@@ -84,6 +84,18 @@ def examine(folder: Path, redis_url: str | None = None) -> tuple[Audit, Evidence
     if complaint:
         result.notes.append(complaint)
     return result, evidence
+
+
+def _read_newer(folder: Path, num_read: int, events: Sequence[LifeEvent]) -> Iterator[JournalLine]:
+    """Yield lines of the journal that were written while the events were read, whose groups the events have.
+
+    The events may say that those were acknowledged.
+    """
+    known = {event.number for event in events}
+    for line in read_step_ledger(folder)[0][num_read:]:
+        if isinstance(line, StepLine) and not known.issuperset(group.number for group in line.groups):
+            return
+        yield line
 
 
 def find_folder(run: str) -> Path:
@@ -137,6 +149,8 @@ def _checkpoints(folder: Path) -> dict[int, str]:
             state = read_checkpoint(path).state
             result[state.step] = ""
         except CheckpointError as error:
+            if not path.is_dir():
+                continue  # the learner has removed it
             digits = path.name.removeprefix(PREFIX)
             result[int(digits) if digits.isdigit() else -1] = str(error)
     # Recorded after each upload had been verified
