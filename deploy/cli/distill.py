@@ -67,13 +67,14 @@ def prepare_run(config: "RunConfig") -> dict[str, int]:
         for role in roles:
             lines = {str(path): bar.add_task(f"{role.name}: {path.name}", total=s.num_rows) for path, s in sources}
             key = file_key(run, role, folder)
-            scored[role.name] = prepare_scores(
+            num_scored = prepare_scores(
                 sources,
                 role,
                 key,
                 load_scorer(run, role, folder),
                 show=lambda path, done, total, lines=lines: bar.update(lines[path], completed=done, total=total),
             )
+            scored[role.name] = num_scored or 0
             for path, source in sources:
                 bar.update(lines[str(path)], completed=source.num_rows)
             total = sum(source.num_rows for _, source in sources)

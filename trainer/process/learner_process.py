@@ -310,7 +310,7 @@ class LearnerProcess:
         warm = self._run.config.warm_start is not None
         self._reporter.set_phase("warming up" if warm else "preparing the first weights")
         with _as_control_error("the first weights can't be created"):
-            begun = trainer.begin(self._show_warm_start, self._should_stop)
+            begun = trainer.begin(self._show_preparation, self._should_stop)
         if not begun:
             return False
         self._startup.lap("warm_start")
@@ -325,8 +325,9 @@ class LearnerProcess:
         write.epoch = epoch
         write("SET", start_key(self._run.run_id), self._run.lineage)
 
-    def _show_warm_start(self, done: int, total: int) -> None:
-        self._reporter.set_phase(f"warming up {done}/{total}")
+    def _show_preparation(self, done: int, total: int) -> None:
+        warm = self._run.config.warm_start is not None
+        self._reporter.set_phase(f"{'warming up' if warm else 'scoring rows by the reference'} {done}/{total}")
 
     def _build_learner(
         self,

@@ -46,7 +46,7 @@ from offbeat.trainer.training.optimizer_step import (
     StepModels,
     StepPreview,
 )
-from offbeat.trainer.training.prepare_scores import open_sources, prepare_scores
+from offbeat.trainer.training.prepare_scores import open_sources, prepare_scores, show_files
 from offbeat.trainer.training.score_keys import score_keys
 from offbeat.trainer.training.step_tokens import StepTokens
 from offbeat.trainer.warm_start.factory import make_demonstrator
@@ -111,8 +111,7 @@ class PolicyTrainer:
                 self._policy = self._engine(self._model)
         if self._ranks.critics:
             broadcast(self._ranks, READY)
-        self._build_companions()
-        return True
+        return self._build_companions(progress, should_stop)
 
     def load(self, folder: Path, kl_coef: float) -> None:
         """Restore a checkpoint.
@@ -204,7 +203,10 @@ class PolicyTrainer:
         """Return whether the reference is the warm-started policy."""
         return self._config.needs_reference and self._config.reference.model_args.model_name_or_path is None
 
-    def _build_companions(self) -> None:
+    def _build_companions(
+        self, progress: Progress = lambda *_: None, should_stop: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Return False if stopped."""
         folder, keys = self._run.first_weights, score_keys(self._run)
         is_precomputed = self._config.reads_data and self._config.dpo.precompute_ref_log_probs
         if self._config.has_own_critic and not self._ranks.critics:
@@ -212,11 +214,13 @@ class PolicyTrainer:
         is_served = REFERENCE_ROLE in keys and not is_precomputed
         reference = None if is_served else self._build_reference(folder)
         if is_precomputed and reference is not None:
-            self._precompute(reference, keys[REFERENCE_ROLE])
+            if not self._precompute(reference, keys[REFERENCE_ROLE], progress, should_stop):
+                return False
             reference = self._reference = None
         self._teacher_models = self._teachers(keys)
         models = StepModels(self._policy, self._critic, reference, self._teacher_models, keys, self.vocab_size)
         self._steps = make_trainer(self._config, models, self._ranks)
+        return True
 
     def _build_reference(self, folder: Path) -> LogprobModel | None:
         """Return the reference, if needed. folder: of the first weights."""
@@ -231,12 +235,18 @@ class PolicyTrainer:
         self._reference = self._frozen(REFERENCE_ROLE, model, role.strategy_args, is_read=is_read)
         return self._reference
 
-    def _precompute(self, reference: LogprobModel, key: str) -> None:
+    def _precompute(
+        self, reference: LogprobModel, key: str, progress: Progress, should_stop: Callable[[], bool]
+    ) -> bool:
+        """Return False if stopped."""
         (role,) = scored_roles(self._config, self._config.reference, "files")
         scorer = GroupScorer(reference, self._config, role.config.infer_batch_size)
         sources = list(open_sources(self._run, self._run.model_folder))
-        num_scored = prepare_scores(sources, role, key, scorer, self._ranks)
-        logger.info("the reference has scored %d rows; %s", num_scored, key)
+        show = show_files(sources, progress)
+        num_scored = prepare_scores(sources, role, key, scorer, self._ranks, show, should_stop)
+        if num_scored is not None:
+            logger.info("the reference has scored %d rows; %s", num_scored, key)
+        return num_scored is not None
 
     def _frozen(
         self, role: str, model: PackedPolicy, strategy: InferStrategyArgs, *, is_read: bool = False

@@ -6,6 +6,7 @@ Invariants: an interrupted preparation continues with the first missing file; ra
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
@@ -17,7 +18,7 @@ from offbeat.trainer.config.scored_roles import ScoredRole
 from offbeat.trainer.engines.process_group import Ranks, gather
 from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.training.group_scorer import EncodedScores
-from offbeat.trainer.training.score_files import ScoreFiles, token_digest
+from offbeat.trainer.training.score_files import ROWS_PER_FILE, ScoreFiles, token_digest
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +61,12 @@ def prepare_scores(
     scorer: RowScorer,
     ranks: Ranks | None = None,
     show: Progress = lambda *_: None,
-) -> int:
-    """Score missing rows, and those that have changed; return their number. ranks: None for one process."""
+    should_stop: Callable[[], bool] = lambda: False,
+) -> int | None:
+    """Score missing rows, and those that have changed; return their number, or None if stopped.
+
+    ranks: None for one process. should_stop: the same on all ranks.
+    """
     num_scored = 0
     for path, source in sources:
         files = ScoreFiles(path, key)
@@ -69,6 +74,8 @@ def prepare_scores(
             scores: dict[int, tuple[bytes, bytes]] = {}
             digests = [source.digest(row) for row in rows] if ranks is None or ranks.rank == 0 else []
             for start in range(0, len(rows), ROWS_PER_PASS):
+                if should_stop():
+                    return None
                 block = rows[start : start + ROWS_PER_PASS]
                 groups = {row: group for row in block if (group := _read(source, row)) and role.scores(group.tag)}
                 for (row, group), encoded in zip(groups.items(), scorer.encode(list(groups.values())), strict=True):
@@ -78,6 +85,18 @@ def prepare_scores(
                 files.write(rows, scores, digests, source.stamp)
             num_scored += len(scores)
     return num_scored
+
+
+def show_files(sources: Sequence[tuple[Path, DataSource]], progress: Callable[[int, int], None]) -> Progress:
+    """Return a progress over the rows of all files that calls `progress` after each file of scores."""
+    counts = {str(path): source.num_rows for path, source in sources}
+    starts = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
+
+    def show(path: str, done: int, total: int) -> None:
+        if done % ROWS_PER_FILE == 0 or done == total:
+            progress(starts[path] + done, sum(counts.values()))
+
+    return show
 
 
 def _missing_files(files: ScoreFiles, source: DataSource, ranks: Ranks | None) -> list[range]:

@@ -15,8 +15,8 @@ from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.training.group_scorer import GroupScorer
-from offbeat.trainer.training.prepare_scores import open_sources, prepare_scores, row_group
-from offbeat.trainer.training.score_files import ScoreFiles, token_digest
+from offbeat.trainer.training.prepare_scores import ROWS_PER_PASS, open_sources, prepare_scores, row_group, show_files
+from offbeat.trainer.training.score_files import ROWS_PER_FILE, ScoreFiles, token_digest
 
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))
 
@@ -38,9 +38,12 @@ class Preparation:
         (self.role,) = scored_roles(self.run.config, self.run.config.reference, "files")
         self.scorer = GroupScorer(FrozenModel(load_policy(folder, ModelArgs(), 1), ALONE), self.run.config, None)
 
-    def prepare(self, *rows: dict[str, Any] | str) -> int:
-        """Write the rows and return how many are scored."""
+    def write(self, *rows: dict[str, Any] | str) -> None:
         self.dataset.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+
+    def prepare(self, *rows: dict[str, Any] | str) -> int | None:
+        """Write the rows and return how many are scored."""
+        self.write(*rows)
         return prepare_scores(list(open_sources(self.run, self.folder)), self.role, "reference@1", self.scorer, ALONE)
 
     def read(self, row: int) -> bytes:
@@ -65,6 +68,20 @@ def test_rows_that_have_changed_are_scored_again(folder: Path, tmp_path: Path):
     assert preparation.prepare(pair("a"), pair("b c b"), pair("c")) == 3
     after = [preparation.read(row) for row in range(3)]
     assert [a == b for a, b in zip(before, after, strict=True)] == [True, False, True]
+
+
+def test_a_stopped_preparation_continues_with_the_first_missing_file(folder: Path, tmp_path: Path):
+    preparation = Preparation(folder, tmp_path / "rows.jsonl")
+    preparation.write(*[pair("a")] * (ROWS_PER_FILE + 2))
+    ((_, source),) = sources = list(open_sources(preparation.run, folder))
+    shown: list[tuple[int, int]] = []
+    stops = iter([False] * (ROWS_PER_FILE // ROWS_PER_PASS) + [True])
+    arguments = (sources, preparation.role, "reference@1", preparation.scorer, ALONE)
+    show = show_files(sources, lambda done, total: shown.append((done, total)))
+    assert prepare_scores(*arguments, show, lambda: next(stops)) is None
+    assert shown == [(ROWS_PER_FILE, source.num_rows)]
+    assert prepare_scores(*arguments, show) == 2
+    assert shown[1:] == [(source.num_rows, source.num_rows)]
 
 
 def test_a_row_that_was_unreadable_is_scored_once_it_is_mended(folder: Path, tmp_path: Path):

@@ -1,0 +1,34 @@
+"""A learner scores rows by its reference before the first step, until it is stopped."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offbeat.services.process import free_port
+from offbeat.trainer.training.score_files import ROWS_PER_FILE
+from tests.integration.reference_rank import NUM_ROWS, PAIR
+from tests.paths import ROOT
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_stop_ends_the_scoring_of_rows_on_all_ranks(tmp_path: Path) -> None:
+    """What was written is not scored again."""
+    (tmp_path / "pairs.jsonl").write_text((json.dumps(PAIR) + "\n") * NUM_ROWS)
+    script = Path(__file__).with_name("reference_rank.py")
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path)],
+            env={**os.environ, **address, "RANK": str(rank), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]
+    assert [process.wait(timeout=240) for process in running] == [0, 0]
+    begun, shown = json.loads((tmp_path / "shown.json").read_text())
+    assert (begun, shown) == ([False, True], [[ROWS_PER_FILE, NUM_ROWS], [NUM_ROWS, NUM_ROWS]])
+    assert len(list(tmp_path.rglob("*.scores/*/rows-*.safetensors"))) == 2
