@@ -25,6 +25,8 @@ from tests.trainer.learner.harness import (
     run_until_crash,
 )
 
+MEMORY = "/dev/shm"
+"""Where hundreds of lives write: on a disk, they would wait for it most of the time."""
 REPLAY = {"samples_per_insert": 2.5, "max_times_sampled": 3}
 CURRICULUM = {
     "custom_envs": {name: {"env_type": "frozen_lake"} for name in ("tag", "hard")},
@@ -45,7 +47,7 @@ def test_a_learner_killed_anywhere_gives_the_weights_of_an_intact_one(
     crashes: list[tuple[int, bool]], replay: dict[str, object], frequency: int
 ) -> None:
     config = learner_config(replay=replay, model_update_frequency=frequency, **CURRICULUM)
-    with TemporaryDirectory() as one, TemporaryDirectory() as two:
+    with TemporaryDirectory(dir=MEMORY) as one, TemporaryDirectory(dir=MEMORY) as two:
         undisturbed = LearnerHarness(Path(one), config)
         learner, expected = undisturbed.learner()
         learner.run()
@@ -97,7 +99,7 @@ def record_rewards(trainer: FakeTrainer, batches: dict[int, object]) -> None:
 def test_a_learner_killed_anywhere_refills_the_same_groups_again(crashes: list[tuple[int, bool]], signals: str) -> None:
     """At the cap, too: of five groups two are refilled, one is masked, and two have a signal."""
     config = learner_config(**REFILL, **CURRICULUM)
-    with TemporaryDirectory() as one, TemporaryDirectory() as two:
+    with TemporaryDirectory(dir=MEMORY) as one, TemporaryDirectory(dir=MEMORY) as two:
         undisturbed, harness = LearnerHarness(Path(one), config), LearnerHarness(Path(two), config)
         fill_with(undisturbed, signals)
         fill_with(harness, signals)
