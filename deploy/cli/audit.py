@@ -1,6 +1,7 @@
 """`offbeat audit`."""
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -54,7 +55,8 @@ def audit_run(
     if group is not None and group not in result.groups:
         raise AuditError(f"run {run} has no group {group}: it has {len(result.groups)}, numbered from 0")
     if as_json:
-        console.print_json(json.dumps(as_tree(result, evidence, group)))
+        json.dump(as_tree(result, evidence, group), console.file, indent=2)
+        console.file.write("\n")
     else:
         _show(result, evidence, folder, console, group)
     return 0 if result.proven else 1
@@ -175,8 +177,13 @@ def as_tree(result: Audit, evidence: Evidence, group: int | None = None) -> dict
         "learners": result.lineage.learners,
         "staleness": {str(lag): count for lag, count in result.staleness.items()},
         "checkpoints": {str(step): complaint or "whole" for step, complaint in sorted(evidence.checkpoints.items())},
-        "groups": [asdict(life) | {"state": life.state} for life in lives],
+        "groups": [_life_tree(life) for life in lives],
     }
+
+
+def _life_tree(life: GroupLife) -> dict[str, Any]:
+    rewards = [reward if math.isfinite(reward) else None for reward in life.rewards]
+    return asdict(life) | {"rewards": rewards, "state": life.state}
 
 
 def _show(result: Audit, evidence: Evidence, folder: Path, console: Console, group: int | None) -> None:

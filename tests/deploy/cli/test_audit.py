@@ -1,17 +1,21 @@
 """`offbeat audit` of a run's folder, with and without its Redis."""
 
+import io
 import json
+import math
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 from redis import Redis
+from rich.console import Console
 from typer.testing import CliRunner
 
 from offbeat.deploy.cli import audit as command
 from offbeat.deploy.cli.app import app
-from offbeat.deploy.cli.audit import examine
+from offbeat.deploy.cli.audit import audit_run, examine
 from offbeat.deploy.cli.report import remake_report
 from offbeat.deploy.config.loader import dump_yaml, load_run
 from offbeat.deploy.run_folder import CLAIM
@@ -65,6 +69,34 @@ def test_the_command_proves_a_run_from_its_folder_alone(run_folder: Path):
     assert [group["step"] for group in tree["groups"]] == [1, 2]
     shown = CliRunner().invoke(app, ["audit", str(run_folder), "--group", "1"]).output
     assert "group 1: admitted at version 1, submitted, consumed by step 2" in shown
+
+
+def test_a_long_runs_tree_is_written_without_being_rendered(run_folder: Path):
+    """Rich would hold a segment of each token: 80 KiB a group."""
+    journal, ledger = StepLedger(run_folder, 1), LedgerFile(run_folder)
+    rows = [(n, event, str(n)) for n in range(2, 1002) for event in ("admitted", "submitted")]
+    ledger.append([replace(each, id=f"{2000 + i}-0", ordinal=7 + i) for i, each in enumerate(life(*rows))])
+    for n in range(2, 1002):
+        taken = StepGroups(groups=[make_group(n, version=n)])
+        journal.write_step(n + 1, taken, max_staleness=1.0, skipped=False)
+    written = io.StringIO()
+    tracemalloc.start()
+    audit_run(str(run_folder), console=Console(file=written), as_json=True)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(json.loads(written.getvalue())["groups"]) == 1002
+    assert peak < 20 * 2**20
+
+
+def test_a_reward_that_is_not_finite_is_null(run_folder: Path):
+    journal = StepLedger(run_folder, 2)
+    journal.write_resumed(0)
+    for n in range(2):
+        taken = StepGroups(groups=[make_group(n, rewards=(math.nan, 1.0), version=n)])
+        journal.write_step(n + 1, taken, max_staleness=1.0, skipped=False)
+    output = CliRunner().invoke(app, ["audit", str(run_folder), "--json"]).output
+    assert "NaN" not in output
+    assert json.loads(output)["groups"][0]["rewards"] == [None, 1.0]
 
 
 def test_a_run_is_audited_on_a_machine_that_could_not_train_it(run_folder: Path):
