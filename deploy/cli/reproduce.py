@@ -1,9 +1,10 @@
 """`offbeat learner reproduce`."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -46,10 +47,20 @@ def reproduce_run(run: str, step: int | None, *, console: Console, as_json: bool
     except (ControlError, CodecError, RuntimeError, OSError) as error:
         raise ReproduceError(str(error)) from error
     if as_json:
-        console.print_json(json.dumps(asdict(reproduced)))
+        json.dump(_as_tree(reproduced), console.file, indent=2)
+        console.file.write("\n")
     else:
         _show(reproduced, step, console)
     return 0 if all(weights.equal for weights in reproduced.compared) else 1
+
+
+def _as_tree(reproduced: "ReproductionResult") -> dict[str, Any]:
+    """Return JSON values; a difference that is not finite, as of other shapes, is None."""
+    tree = asdict(reproduced)
+    for weights in tree["compared"]:
+        if not math.isfinite(weights["largest_difference"]):
+            weights["largest_difference"] = None
+    return tree
 
 
 def _discard(_: str) -> None:

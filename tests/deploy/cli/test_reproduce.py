@@ -1,3 +1,5 @@
+import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -5,9 +7,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from offbeat.deploy.cli import reproduce
 from offbeat.deploy.cli.reproduce import ReproduceError, reproduce_run
 from offbeat.deploy.config.loader import dump_yaml, load_run
 from offbeat.deploy.run_folder import write_config
+from offbeat.trainer.training.reproduction import ReproductionResult, WeightComparison
 from tests.paths import QUICKSTART
 
 
@@ -28,3 +32,9 @@ def test_reproducing_has_the_environment_of_the_runs_learner(tmp_path: Path, mon
     with pytest.raises(ReproduceError):  # it has no batches
         reproduce_run(str(tmp_path), None, console=Console(quiet=True), as_json=False)
     assert (os.environ["DS_ACCELERATOR"], os.environ["OF_THE_RUN"]) == ("cpu", "1")
+
+
+def test_a_difference_of_other_shapes_is_null_in_json() -> None:
+    compared = (WeightComparison(1, equal=False, tensors=0, largest_difference=math.inf),)
+    tree = reproduce._as_tree(ReproductionResult(0, (1,), compared))
+    assert json.loads(json.dumps(tree, allow_nan=False))["compared"][0]["largest_difference"] is None
