@@ -16,6 +16,8 @@ from offbeat.trainer.config.user_function import FUNCTION_PATTERN
 
 MIN_SIMILARITY = 0.6
 """Similarity of a misspelling."""
+MISSPELLED = 0.8
+"""Similarity of a key that is hardly another word."""
 MAX_ISSUES = 50
 """Each unknown key costs milliseconds."""
 SECRET_TABLES = ("control", "redis", "system_envs")
@@ -94,6 +96,18 @@ def _issue_of_roll(path: str, value: object) -> ConfigIssue | None:
     target = ".".join(outcome.target)
     note = f" ({outcome.note})" if outcome.note else ""
     return ConfigIssue(path, f"ROLL's key, here `{target}`{note}", target)
+
+
+def is_like_known(key: str, value: object, model: type[BaseModel]) -> bool:
+    """Return whether an unknown top-level key is a misspelling, or one of ROLL's with an effect; tables of envs are not."""
+    from offbeat.deploy.config.importing.roll_rules import find_counterpart
+
+    if isinstance(value, dict) and all(isinstance(each, dict) and "env_type" in each for each in value.values()):
+        return False
+    outcome = find_counterpart((key,), value)
+    if outcome is not None:
+        return outcome.status not in ("same", "no effect")
+    return any(SequenceMatcher(None, key.lower(), name).ratio() >= MISSPELLED for name in model.model_fields)
 
 
 def _format_expectation(details: ErrorDetails) -> str:

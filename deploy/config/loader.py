@@ -22,7 +22,7 @@ from offbeat.deploy.config.checks.run import check_run
 from offbeat.deploy.config.defaults import recompute_cut_logprobs
 from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.devices import choose_devices, count_gpus
-from offbeat.deploy.config.errors import ConfigError, collect_issues
+from offbeat.deploy.config.errors import ConfigError, collect_issues, is_like_known
 from offbeat.deploy.config.hub import download, find, resolve_models
 from offbeat.deploy.config.list_overrides import find_list_overrides
 from offbeat.deploy.config.paths import expand_home, resolve_paths
@@ -202,16 +202,19 @@ def readable(path: Path) -> Generator[None]:
 def _without_variables(
     tree: dict[Any, Any], in_files: Container[str], own: Container[str], text: str
 ) -> dict[str, Any]:
-    """Drop unknown top-level keys read only by `${name}` in others, and those of files in the defaults list.
+    """Drop unknown top-level keys read only by `${name}` in others, and those of files in the defaults list that are like
+    no known one.
 
     in_files: keys without overrides. own: the file's own. text: composed, unresolved.
     """
 
-    def is_variable(key: str) -> bool:
+    def is_variable(key: str, value: object) -> bool:
+        if is_known(key) or key not in in_files:
+            return False
         is_read = f"${{{key}}}" in text or f"${{{key}." in text
-        return not is_known(key) and key in in_files and (key not in own or is_read)
+        return is_read or (key not in own and not is_like_known(key, value, RunConfig))
 
-    return {key: value for key, value in tree.items() if not is_variable(str(key))}
+    return {key: value for key, value in tree.items() if not is_variable(str(key), value)}
 
 
 def is_known(key: str) -> bool:

@@ -355,3 +355,18 @@ def test_files_are_composed_by_several_threads_at_once():
     with ThreadPoolExecutor(4) as pool:
         trees = list(pool.map(lambda name: compose_tree(Path(name)), names))
     assert [tree["exp_name"] for tree in trees] == [Path(name).name for name in names]
+
+
+def test_mistakes_in_an_included_file_are_refused(tmp_path: Path):
+    """Its other keys are variables, as in ROLL's `examples/config/traj_envs.yaml`."""
+    mistakes = "max_stepz: 7\nadv_estimatr: gae\ndual_clip_loss: true\nactor_trian: {num_threads: 2}\n"
+    envs = "all_envs: {F: {env_type: frozen_lake}}\ncustom_env: {F: {env_type: frozen_lake}}\n"
+    variables = "single_prompt_agent_template: x\nnum_nodes: 1\n"
+    (tmp_path / "base.yaml").write_text(f"seed: 3\n{variables}{envs}{mistakes}")
+    (tmp_path / "exp.yaml").write_text("defaults: [base, _self_]\ncustom_envs: {F: {env_type: frozen_lake}}\n")
+    assert {*refused(path=tmp_path / "exp.yaml")} == {"max_stepz", "adv_estimatr", "dual_clip_loss", "actor_trian"}
+    (tmp_path / "base.yaml").write_text(f"seed: 3\n{variables}{envs}")
+    assert compose_tree(tmp_path / "exp.yaml") == {"seed": 3, "custom_envs": {"F": {"env_type": "frozen_lake"}}}
+    (tmp_path / "base.yaml").write_text("max_stepz: 7\n")
+    (tmp_path / "exp.yaml").write_text("defaults: [base, _self_]\nmax_steps: ${max_stepz}\n")
+    assert compose_tree(tmp_path / "exp.yaml") == {"max_steps": 7}
