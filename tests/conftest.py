@@ -39,11 +39,24 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Escape lone surrogates in what a test logged: an xdist worker sends reports as UTF-8, and ended."""
-    report = yield
-    report.sections = [(name, escape_surrogates(text)) for name, text in report.sections]
-    return report
+def pytest_report_to_serializable() -> Generator[None, object, object]:
+    """Escape lone surrogates in logs and errors: an xdist worker sends reports as UTF-8, and ended."""
+    return escape_all((yield))
+
+
+def escape_all(value: object) -> object:
+    """Escape lone surrogates in all strings of nested containers."""
+    match value:
+        case str():
+            return escape_surrogates(value)
+        case dict():
+            return {escape_all(key): escape_all(item) for key, item in value.items()}
+        case list():
+            return [escape_all(item) for item in value]
+        case tuple():
+            return tuple(escape_all(item) for item in value)
+        case _:
+            return value
 
 
 @pytest.fixture(autouse=True)
