@@ -25,6 +25,22 @@ MAX_ITEMS = 100_000
 """Longest iteration over a remote object."""
 SEQUENCES: dict[str, Any] = {"l": list, "t": tuple, "s": set, "f": frozenset, "q": collections.deque}
 ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor")
+FIELDS = {
+    "decimal.Decimal": ("__str__",),
+    "fractions.Fraction": ("numerator", "denominator"),
+    "datetime.date": ("year", "month", "day"),
+    "datetime.time": ("hour", "minute", "second", "microsecond"),
+    "datetime.datetime": ("year", "month", "day", "hour", "minute", "second", "microsecond"),
+    "datetime.timedelta": ("days", "seconds", "microseconds"),
+}
+"""Arguments of the constructors of plain values."""
+NUMPY_TYPES = (
+    "bool",
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+    "float16",
+    "float32",
+    "float64",
+)
 HIDDEN_ERRORS = ("StopIteration", "StopAsyncIteration", "GeneratorExit")
 """Errors that would end a caller's loop as if complete."""
 LIBRARIES = {**{name: name for name in sys.stdlib_module_names}, "numpy": "numpy", "np": "numpy"}
@@ -110,6 +126,10 @@ class Peer:
             kind, *body = self.receive()
             if kind == "value":
                 return self.decode(body[0])
+            if kind == "changed" and action == "call":
+                for argument, value in zip((*args, *(kwargs or {}).values()), self.decode(body[0]), strict=True):
+                    _assign(argument, value)
+                return None
             if kind == "error":
                 raise _error_of(*body)
             if not self.takes_requests:
@@ -164,8 +184,12 @@ class Peer:
 
     def _answer(self, action: str, args: Any, kwargs: Any) -> None:
         try:
-            result = self._act(action, self.decode(args), self.decode(kwargs))
-            reply = ["value", self.encode(result)]
+            arguments, named = self.decode(args), self.decode(kwargs)
+            reply = ["value", self.encode(self._act(action, arguments, named))]
+            if action == "call" and reply[1] is None:
+                after = self.encode([*arguments, *named.values()])
+                if after["l"] != [*args["t"], *(value for _, value in kwargs["d"])]:
+                    reply = ["changed", after]
         except BaseException as error:
             reply = ["error", type(error).__name__, str(error)[:1000]]
         self._send(reply)
@@ -197,6 +221,8 @@ class Peer:
 
     def encode(self, value: Any) -> Any:
         """Encode for JSON: scalars unchanged, else {kind: content}."""
+        if isinstance(value, int) and value.bit_length() > 64:
+            return {"i": hex(value)}  # digits take quadratic time, and are limited
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         if isinstance(value, Remote):
@@ -212,6 +238,12 @@ class Peer:
             return {"c": [value.real, value.imag]}
         if isinstance(value, range):
             return {"r": [value.start, value.stop, value.step]}
+        name = f"{type(value).__module__}.{type(value).__qualname__}"
+        if name in FIELDS and getattr(value, "tzinfo", None) is None:
+            fields = [getattr(value, field) for field in FIELDS[name]]
+            return {"o": [name, *(self.encode(field() if callable(field) else field) for field in fields)]}
+        if name.startswith("numpy.") and str(getattr(value, "dtype", "")) in NUMPY_TYPES:
+            return {"n": [str(value.dtype), list(value.shape), value.ravel().tolist()]}
         self._objects.append(value)
         return {"handle": len(self._objects) - 1}
 
@@ -230,7 +262,42 @@ class Peer:
             return complex(*content)
         if kind == "r":
             return range(*content)
+        if kind == "i":
+            return int(content, 16)
+        if kind == "o":
+            return _construct(content[0], [self.decode(field) for field in content[1:]])
+        if kind == "n":
+            return _numpy_value(*content)
         return Remote(self, content) if kind == "handle" else self._objects[content]
+
+
+def _construct(name: str, fields: list[Any]) -> Any:
+    module, _, name_there = name.partition(".")
+    expected = str if FIELDS[name] == ("__str__",) else int
+    if not all(type(field) is expected for field in fields):  # a text's exponent may take any time
+        raise TypeError(f"no fields of {name}")
+    return getattr(importlib.import_module(module), name_there)(*fields)
+
+
+def _numpy_value(dtype: str, shape: list[int], items: list[Any]) -> Any:
+    if dtype not in NUMPY_TYPES:
+        raise TypeError(f"no numbers: {dtype}")
+    array = importlib.import_module("numpy").array(items, dtype).reshape(shape)
+    return array if shape else array[()]
+
+
+def _assign(target: Any, value: Any) -> None:
+    """Give a container the elements that the other side left in its copy."""
+    if type(target).__name__ == type(value).__name__ == "ndarray":
+        target[...] = value
+    elif isinstance(target, list) and isinstance(value, list):
+        target[:] = value
+    elif isinstance(target, (dict, set)) and isinstance(value, (dict, set)):
+        target.clear()
+        target.update(value)
+    elif isinstance(target, collections.deque) and isinstance(value, collections.deque):
+        target.clear()
+        target.extend(value)
 
 
 def _error_of(name: str, text: str) -> Exception:

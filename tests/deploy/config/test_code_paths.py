@@ -41,6 +41,7 @@ BY_OTHERS = {
     "deploy/site/python_page.py: module": "a fixed list",
     "envs/class_path.py: current_path(path)": "`load_object` itself",
     "envs/dataset/peer.py: LIBRARIES[name]": "a module of the standard library, or numpy, that a test uses",
+    "envs/dataset/peer.py: module": "a fixed table",
     "envs/dataset/peer.py: value": "a module of the standard library, or of numpy, that a policy's program imported",
     "envs/optional_imports.py: module": "named by code",
     "services/control/app.py: settings.factory": "named by code",

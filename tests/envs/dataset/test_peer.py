@@ -62,6 +62,26 @@ def test_a_side_that_does_not_read_is_out_of_time():
         peer.request("call", "x" * 1_000_000)
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"o": ["fractions.Fraction", "1e999999999", None]},
+        {"o": ["fractions.Fraction", 1.5]},
+        {"o": ["os.system", "true"]},
+        {"n": ["object", [], [1]]},
+        {"n": ["V999999999", [], [1]]},
+        {"n": ["int8", [1 << 40], [1]]},
+    ],
+)
+def test_values_that_are_not_plain_are_errors(value: object):
+    answer = json.dumps(["value", value]).encode() + b"\n"
+    with (
+        connected(lambda descriptor: os.write(descriptor, answer), PATIENCE_S) as peer,
+        pytest.raises((TypeError, ValueError, KeyError)),
+    ):
+        peer.request("names")
+
+
 def test_numbers_of_equal_hashes_are_out_of_time():
     answer = json.dumps(["value", {"s": SAME_HASHES}]).encode() + b"\n"
     with connected(lambda descriptor: os.write(descriptor, answer)) as peer:

@@ -127,13 +127,50 @@ SOLUTIONS = [
     ("def big(n): return 10 ** n", "assert big(300) == 10 ** 300"),
     ("class V:\n def __init__(s, x): s.x = x\n def __add__(s, o): return V(s.x + o.x)", "assert (V(1) + V(2)).x == 3"),
     ("LIMIT = 3", "assert LIMIT == 3"),
+    ("def huge(n): return 10 ** n", "assert huge(10_000) == 10 ** 10_000"),
+    ("def order(xs): xs.sort()", "xs = [2, 1]\norder(xs)\nassert xs == [1, 2]"),
+    (
+        "def fill(rows, seen, found, *, by):\n rows[0].append(by); seen.add(by); found['a'] = by; found.pop('b')",
+        "rows, seen, found = [[]], set(), {'b': 1}\nfill(rows, seen, by=2, found=found)\n"
+        "assert (rows, seen, found) == ([[2]], {2}, {'a': 2})",
+    ),
+    (
+        "class Node:\n def __init__(self, x): self.x = x\ndef put(xs, node): xs.insert(0, node)",
+        "xs = [1]\nput(xs, Node(7))\nassert xs[0].x == 7 and xs[1:] == [1]",
+    ),
+    (
+        "from fractions import Fraction\nfrom decimal import Decimal\ndef half(x): return x / 2",
+        "from fractions import Fraction\nfrom decimal import Decimal\n"
+        "assert half(Fraction(1, 3)) == Fraction(1, 6)\nassert half(Decimal('2.5')) == Decimal('1.25')",
+    ),
+    (
+        "import datetime\ndef later(x): return x + datetime.timedelta(hours=25)",
+        "import datetime\nassert later(datetime.date(2020, 1, 1)) == datetime.date(2020, 1, 2)\n"
+        "assert later(datetime.datetime(2020, 1, 1)) == datetime.datetime(2020, 1, 2, 1)",
+    ),
+    ("import numpy as np\ndef total(xs): return np.sum(xs)", "assert total([1, 2]) == 3"),
+    ("import numpy as np\ndef total(xs): return np.sum(xs)", CallTest("total", [[1, 2]], [3])),
+    ("import numpy as np\ndef third(): return np.float32(1) / 3", "assert third() == np.float32(1) / 3"),
+    (
+        "import numpy as np\ndef twice(a): return 2 * a\ndef negate(a): a *= -1",
+        "import numpy as np\na = np.arange(6).reshape(2, 3)\nassert twice(a).shape == (2, 3)\n"
+        "assert (twice(a) == 2 * a).all()\nnegate(a)\nassert a.tolist() == [[0, -1, -2], [-3, -4, -5]]",
+    ),
 ]
 
 
 @needs_sandbox
 @pytest.mark.parametrize(("program", "test"), SOLUTIONS)
-def test_correct_programs_pass(program: str, test: str):
+def test_correct_programs_pass(program: str, test: str | CallTest):
     assert check_program(program, test, LIMITS) == ""
+
+
+@needs_sandbox
+def test_a_program_changes_no_arguments_of_a_call_with_a_result():
+    """It would choose what its result is compared with."""
+    test = "xs = [2, 1]\nassert order(xs) == sorted(xs)"
+    assert check_program("def order(xs): return sorted(xs)", test, LIMITS) == ""
+    assert check_program("def order(xs): xs.clear(); return []", test, LIMITS) == "AssertionError"
 
 
 @needs_sandbox
