@@ -240,7 +240,8 @@ def _no_effect(window: StepWindow) -> RunFinding | None:
 
 
 def _stale(window: StepWindow) -> RunFinding | None:
-    dropped, kept = window.sum("groups_dropped/stale"), window.sum("groups")
+    dropped = window.sum("groups_dropped/stale") + window.sum("groups_dropped/expired")
+    kept = window.sum("groups")
     if dropped <= 0.2 * (dropped + kept) or not window.has(MIN_STEPS):
         return None
     return RunFinding(

@@ -74,7 +74,12 @@ METRICS: tuple[Metric, ...] = (
         "groups",
         "Groups beyond the staleness bound that `stale_policy: train` kept.",
     ),
-    Metric("learner", "groups_dropped/{reason}", "groups", "Groups dropped while the step was filled."),
+    Metric(
+        "learner",
+        "groups_dropped/{reason}",
+        "groups",
+        "Groups dropped while the step was filled; `expired`: by the buffer, since the step before.",
+    ),
     Metric("learner", "groups_again", "groups", "Groups of earlier steps that the step trains again (`replay`)."),
     Metric("learner", "system/groups_left_out", "groups", "Groups with signal left out by `variance_filter_ratio`."),
     Metric(

@@ -60,6 +60,7 @@ SEEN: dict[str, dict[str, Any]] = {
     "no_effect": {"actor__mismatch_kl": 1e-10},
     "no_gradient": {"actor__grad_norm": 0.0, "episodes_truncated": 0.4},
     "stale": {"groups_dropped__stale": 4.0},
+    "stale while they are played": {"groups_dropped__expired": 3.0, "groups_dropped__stale": 1.0},
     "idle_learner": {"time__wait_s": 0.8},
     "idle_rollouts": {"time__wait_s": 0.001},
 }
@@ -77,8 +78,8 @@ def test_steps_that_find_the_loss_scale_are_no_finding():
 
 def test_every_rule_is_covered():
     assert (
-        len(SEEN) == len(RULES) + 3
-    )  # one twice; entropy collapse below; two of no signal, two of idleness; no gradient
+        len(SEEN) == len(RULES) + 4
+    )  # two twice; entropy collapse below; two of no signal, two of idleness; no gradient
 
 
 def test_a_healthy_run_has_no_findings():

@@ -13,6 +13,7 @@ from offbeat.trainer.checks.user_functions import refuse_broken_functions
 from offbeat.trainer.config.scored_roles import scored_roles
 from offbeat.trainer.data.replay_buffer import ReplayBuffer
 from offbeat.trainer.learner.evaluations import EvaluationLog, Evaluations
+from offbeat.trainer.learner.expired_groups import ExpiredGroups
 from offbeat.trainer.learner.file_scores import open_file_scores
 from offbeat.trainer.learner.group_intake import GroupIntake
 from offbeat.trainer.learner.loop import LearnerComponents
@@ -81,6 +82,7 @@ def build_components(
             files=open_file_scores(run, None if config.data is None else config.data.dataset_name),
             reads_data=config.reads_data,
             drops_long=config.plays_prompts,
+            expired=ExpiredGroups(buffer),
         ),
         reporter=reporter,
         ledger=StepLedger(run.output_dir, buffer.epoch, partial(reporter.set_problem, of="ledger")),

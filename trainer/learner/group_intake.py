@@ -19,6 +19,7 @@ from offbeat.trainer.data.replay_buffer import ReplayedGroups
 from offbeat.trainer.data.reward_shaping import shape_rewards
 from offbeat.trainer.data.selection import carries_signal, masked_counts
 from offbeat.trainer.data.step_batch import StepBatch, collect_rewards
+from offbeat.trainer.learner.expired_groups import EXPIRED, ExpiredGroups
 from offbeat.trainer.learner.file_scores import FileScores
 from offbeat.trainer.learner.score_intake import ScoreIntake
 from offbeat.trainer.learner.step_groups import StepGroups
@@ -47,6 +48,8 @@ class GroupIntake:
     """All rows are trained; those without learned tokens are replaced."""
     drops_long: bool = False
     """Unanswerable prompts are replaced."""
+    expired: ExpiredGroups | None = None
+    """Counted as dropped, too."""
 
     def take(
         self, step: int, max_staleness: float, should_stop: Callable[[], bool], *, newest_version: int | None = None
@@ -57,6 +60,8 @@ class GroupIntake:
         """
         newest = step if newest_version is None else newest_version
         taken = StepGroups(newest_version=newest, are_rows=self.reads_data)
+        if self.expired is not None:
+            self.expired.begin()
         began = time.monotonic()
         while len(taken.groups) < self.groups_per_step:
             if should_stop():
@@ -70,6 +75,8 @@ class GroupIntake:
             elif not self._add(group, step, max_staleness, taken, should_stop):
                 return None
         taken.wait_s = time.monotonic() - began
+        if self.expired is not None and (num_expired := self.expired.count_new()):
+            taken.dropped[EXPIRED] = num_expired
         return taken
 
     def can_train(self, group: Group) -> bool:
