@@ -6,6 +6,7 @@ from typing import Any
 
 from offbeat.deploy.config.importing.report import Outcome
 from offbeat.deploy.config.importing.rules import (
+    ALL_CHECKPOINTS,
     Key,
     Rule,
     Tree,
@@ -19,8 +20,6 @@ from offbeat.deploy.config.importing.rules import (
 )
 from offbeat.services.generation.config import GeneratingArgs
 
-ALL_CHECKPOINTS = 1_000_000
-"""What ROLL's default of `max_ckpt_to_keep`, 0, means."""
 GROUPING = "batch"
 """ROLL's default of `reward_normalization.grouping`."""
 SAMPLING = {"temperature": 0.95, "top_p": 0.7, "top_k": 50}

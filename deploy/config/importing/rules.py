@@ -15,6 +15,8 @@ from offbeat.trainer.config.aliases import canonicalize
 
 Tree = dict[str, Any]
 ABSENT = object()
+ALL_CHECKPOINTS = 1_000_000
+"""`max_ckpt_to_keep` of libraries that keep all by default."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,16 @@ from typing import Any
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.importing.fitting import finish
 from offbeat.deploy.config.importing.report import Imported, KeyReport, Outcome
-from offbeat.deploy.config.importing.rules import UNKNOWN, Key, Tree, add_defaults, apply, leaves, translate
+from offbeat.deploy.config.importing.rules import (
+    ALL_CHECKPOINTS,
+    UNKNOWN,
+    Key,
+    Tree,
+    add_defaults,
+    apply,
+    leaves,
+    translate,
+)
 from offbeat.deploy.config.importing.trl_batches import ARGS, rollout_batch, to_batches
 from offbeat.deploy.config.importing.trl_commands import COMMAND, NAME, find_command, find_pipeline
 from offbeat.deploy.config.importing.trl_keys import (
@@ -112,6 +121,8 @@ def _defaults(source: Tree) -> Iterator[tuple[str, Any]]:
     """Yield TRL's defaults that differ from ours."""
     pipeline, command = find_pipeline(source), find_command(source).name
     yield "pipeline", pipeline
+    if source.get("save_steps") or "save_total_limit" in source:
+        yield "max_ckpt_to_keep", ALL_CHECKPOINTS
     yield f"{ARGS}.lr_scheduler_type", "linear"
     yield f"{ARGS}.adam_beta2", 0.999
     yield f"{ARGS}.learning_rate", LEARNING_RATES.get(command, LEARNING_RATE)

@@ -18,6 +18,7 @@ from offbeat.deploy.config.importing.fitting import finish
 from offbeat.deploy.config.importing.report import Imported, KeyReport, Outcome
 from offbeat.deploy.config.importing.rules import (
     ABSENT,
+    ALL_CHECKPOINTS,
     UNKNOWN,
     Key,
     Tree,
@@ -357,6 +358,8 @@ def _defaults(source: Tree) -> Iterator[tuple[str, Any]]:
     if loss_mode(source) != "gpg" or is_set(source, f"{CORRECTION}.rollout_is"):
         yield "old_logprobs", "recompute"
     yield "max_staleness", 0
+    if _number(source, "trainer.save_freq", -1) > 0:
+        yield "max_ckpt_to_keep", ALL_CHECKPOINTS
     yield f"{ARGS}.adam_beta2", 0.999
     if get(source, STRATEGY) != MEGATRON:
         yield f"{ARGS}.decay_all_weights", True  # Megatron's optimizer spares norms and biases

@@ -369,3 +369,18 @@ def test_the_sampling_of_evaluations_is_said(keys: str, sampling: str | None, tm
     _, _, remarks = translate_trl(write(tmp_path, "grpo.yaml", GRPO + keys))
     said = [remark for remark in remarks if "evaluations" in remark]
     assert [remark.rpartition("generating_args: ")[2] for remark in said] == ([] if sampling is None else [sampling])
+
+
+@pytest.mark.parametrize(
+    ("keys", "kept"),
+    [
+        ("save_steps: 100\n", 1_000_000),
+        ("save_total_limit: null\n", 1_000_000),
+        ("save_steps: 100\nsave_total_limit: 3\n", 3),
+        ("", None),
+    ],
+)
+def test_checkpoints_that_trl_keeps_are_kept(keys: str, kept: int | None, tmp_path: Path):
+    """Without an interval Offbeat's is shorter than TRL's 500 steps, and the newest are kept."""
+    tree, _, _ = translate_trl(write(tmp_path, "sft.yaml", SFT + keys))
+    assert tree.get("max_ckpt_to_keep") == kept

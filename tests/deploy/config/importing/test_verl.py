@@ -199,6 +199,11 @@ OVERLONG = "+reward_model.reward_kwargs.overlong_buffer_cfg"
         ((f"{ACTOR}.entropy_coeff=0",), {"zero_variance": None}),
         # and count in whitening
         (("algorithm.adv_estimator=reinforce_plus_plus_baseline",), {"zero_variance": "train"}),
+        # all checkpoints are kept, of those that verl saves
+        (("trainer.save_freq=5",), {"save_steps": 5, "max_ckpt_to_keep": 1_000_000}),
+        (("trainer.save_freq=5", "trainer.max_actor_ckpt_to_keep=null"), {"max_ckpt_to_keep": 1_000_000}),
+        (("trainer.save_freq=5", "trainer.max_actor_ckpt_to_keep=3"), {"max_ckpt_to_keep": 3}),
+        (("trainer.save_freq=-1",), {"max_ckpt_to_keep": None}),
         # verl whitens what the critic estimates, and discounts for two estimators alone
         (("algorithm.adv_estimator=gae", "algorithm.gamma=0.99"), {"whiten_advantages": True, "gamma": 0.99}),
         (("algorithm.adv_estimator=gae", f"{ACTOR}.use_kl_loss=True"), {"zero_variance": None}),
