@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from offbeat.deploy.config.checks.agents import import_problem
 from offbeat.deploy.config.checks.hf_infer import check_cache
-from offbeat.deploy.config.checks.model import has_vision
+from offbeat.deploy.config.checks.model import count_experts, has_vision
 from offbeat.deploy.config.checks.sampling import sampling_key
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.vocabulary import MissingWordsError
@@ -43,6 +43,12 @@ def check_sglang(config: RunConfig) -> Iterator[ConfigIssue]:
     if infer.keep_sessions:
         yield ConfigIssue(
             "actor_infer.keep_sessions", "sessions stay in vLLM alone: leave keep_sessions out, or take vllm"
+        )
+    if (number := count_experts(config)) > 1:
+        yield ConfigIssue(
+            "actor_infer.strategy_args.strategy_name",
+            f"the model has {number} experts, whose names in sglang are not the learner's: take vllm on "
+            "GPUs, or hf_infer on a CPU",
         )
     if has_vision(config):
         yield ConfigIssue(

@@ -1,6 +1,7 @@
 """What `sglang` can't do is found before the start, by the key that asks for it."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,7 @@ from offbeat.deploy.config.checks.run import check_run
 from offbeat.deploy.config.devices import choose_devices
 from offbeat.deploy.config.loader import compose_tree, validate_tree
 from offbeat.trainer.config.aliases import ENGINE
+from tests.families import write_family
 from tests.paths import QUICKSTART
 
 STRATEGY = "actor_infer.strategy_args.strategy_name"
@@ -35,6 +37,12 @@ def problems(*overrides: str) -> dict[str, str]:
 def test_what_it_does_not_support_is_refused(override: str, path: str, says: str) -> None:
     adapters = ["+actor_train.model_args.lora_target=all-linear"] if "lora" in override else []
     assert says in problems(override, *adapters)[path]
+
+
+def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
+    """It would sample from random experts: the server skips the learner's names, and reports nothing."""
+    write_family(tmp_path, "qwen3_moe")
+    assert "the model has 4 experts" in problems(f"pretrain={tmp_path}")[STRATEGY]
 
 
 def test_a_cut_by_top_k_is_supported() -> None:
