@@ -16,6 +16,7 @@ OWN_MASKS: Mapping[str, tuple[AttentionName, ...]] = {
     **dict.fromkeys(("gptj", "gpt_neo", "codegen"), ("eager",)),
 }
 """Attention of these families that can't be replaced, and masks packed sequences by their positions."""
+RANDOM_EXPERTS = ("phimoe",)
 EXAMPLES = "such as Qwen2.5, Qwen3, Llama 3 or Mistral"
 INSTEAD = f"take a model with attention alone, {EXAMPLES}"
 
@@ -32,6 +33,8 @@ def packing_problem(auto: Any, folder: Path, attention: AttentionName = "auto", 
     kind, name, text = _find_class(auto, config), config.model_type, config.get_text_config()
     if kind is None:
         return f"{auto.__name__} of transformers has no {name}: take a family that it has, {EXAMPLES}"
+    if name in RANDOM_EXPERTS:
+        return f"{name} draws its experts at random in training, others than the engine's: {INSTEAD}"
     layers = set(getattr(text, "layer_types", None) or ())
     if others := sorted(layers - ATTENTION_LAYERS - {CHUNKED}):
         return f"{name} has layers of {', '.join(others)}, by which packed sequences would change each other: {INSTEAD}"

@@ -30,6 +30,9 @@ CLASSIFIERS: dict[CriticModelType, Any] = {
     "auto_token_classification": AutoModelForTokenClassification,
 }
 
+RANDOM = ("drop", "jitter")
+"""Parts of the names of modules' settings that make training random."""
+
 
 def policy_loader(folder: Path) -> Any:
     """Return transformers' loader of a policy."""
@@ -143,10 +146,11 @@ def _check_buffers(folder: Path, model: nn.Module, missing: set[str]) -> None:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set dropouts to 0, as the engine samples without."""
+    """Set dropouts and routers' noise to 0, as the engine samples without."""
     for module in model.modules():
-        for name in [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]:
-            setattr(module, name, 0.0)
+        for name in [name for name, value in vars(module).items() if isinstance(value, float)]:
+            if any(part in name for part in RANDOM):
+                setattr(module, name, 0.0)
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
 

@@ -143,3 +143,10 @@ def test_a_language_model_out_of_one_with_image_input_is_refused(tmp_path: Path)
     problem = packing_problem(AutoModelForCausalLM, tmp_path)
     assert problem is not None
     assert problem.startswith("llama4 has image input")
+
+
+def test_a_family_that_draws_its_experts_in_training_is_refused(tmp_path: Path) -> None:
+    write_family(tmp_path, "phimoe", num_local_experts=4)
+    assert "draws its experts at random" in (packing_problem(AutoModelForCausalLM, tmp_path) or "")
+    with pytest.raises(ValueError, match="draws its experts at random"):
+        load_policy(tmp_path, ModelArgs(), seed=0)

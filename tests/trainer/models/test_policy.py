@@ -15,6 +15,7 @@ from offbeat.trainer.models.loading import disable_dropout, load_critic, load_po
 from offbeat.trainer.models.packing import LengthBucket, PackedInput, Packing
 from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.models.tiny import write_tiny_policy
+from tests.families import pack, write_family
 
 LENGTHS = (7, 1, 12, 3, 12)
 ATOL = 2e-6
@@ -191,3 +192,11 @@ def test_dropout_layers_are_disabled() -> None:
     disable_dropout(model)
     x = torch.randn(3, 4)
     assert torch.equal(model.train()(x), model.eval()(x))
+
+
+def test_routers_add_no_noise(tmp_path: Path) -> None:
+    """The engine's choose experts without."""
+    write_family(tmp_path, "mixtral", router_jitter_noise=0.5)
+    policy = load_policy(tmp_path, ModelArgs(), seed=3)
+    x = pack([torch.arange(3, 60)])
+    assert torch.equal(policy.train()(x)[0], policy.eval()(x)[0])
