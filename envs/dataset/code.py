@@ -3,7 +3,6 @@
 import ast
 import json
 import math
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, cast
 
@@ -15,7 +14,7 @@ from offbeat.envs.dataset.env import (
     QuestionsConfig,
     last_group,
 )
-from offbeat.envs.dataset.program_checker import CallTest, check_output, check_program
+from offbeat.envs.dataset.program_checker import CallTest, check_output, check_program, run_tests
 from offbeat.envs.dataset.rows import Row
 from offbeat.envs.parsing import compile_pattern, fenced_pattern
 from offbeat.envs.sandbox import Limits, check_isolation
@@ -74,27 +73,12 @@ class CodeEnv(QuestionEnv[CodeConfig]):
         if program is None:
             return Judgement(0.0, success=False, valid=False, metrics={"pass_rate": 0.0})
         tests = read_tests(row[self.config.answer_key])[: self.config.max_tests]
-        errors = self._run_tests(program, tests)
+        limits, max_total_s = self.config.sandbox, self.config.max_total_s
+        errors = list(run_tests(tests, lambda test: self._run_test(program, *test), bool, limits, max_total_s))
         first = next(filter(None, errors), "")
         rate = errors.count("") / len(tests)
         reward = rate if self.config.reward == "pass_rate" else float(not first)
         return Judgement(reward, not first, True, first, {"pass_rate": rate})
-
-    def _run_tests(self, program: str, tests: Sequence[Test]) -> list[str]:
-        """Return errors of the tests that were started, empty if passed.
-
-        An endless program must be wrong before the step's timeout, which is a failure of the infrastructure.
-        """
-        limits, began, is_too_slow = self.config.sandbox, time.monotonic(), False
-        errors: list[str] = []
-        for test in tests:
-            start = time.monotonic()
-            if is_too_slow and start + limits.timeout_s > began + self.config.max_total_s:
-                break
-            errors.append(self._run_test(program, *test))
-            took_s = time.monotonic() - start
-            is_too_slow = is_too_slow or (errors[-1] != "" and took_s >= min(limits.timeout_s, limits.cpu_s))
-        return errors
 
     def _run_test(self, program: str, extra: str | CallTest, stdin: str, expected: str | None) -> str:
         """Return the error; empty if passed."""

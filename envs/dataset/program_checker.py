@@ -8,12 +8,13 @@ import ast
 import json
 import re
 import threading
-from collections.abc import Callable, Generator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from offbeat.envs.dataset.peer import Peer, connect
 from offbeat.envs.sandbox import STARTUP_TIMEOUT_S, Limits, ProgramResult, run_python
@@ -28,6 +29,9 @@ MIN_ANSWER_BYTES = 100_000
 END_TIMEOUT_S = 2.0
 """For a program that closed its pipes."""
 
+TestT = TypeVar("TestT")
+ResultT = TypeVar("ResultT")
+
 
 class CallTest(NamedTuple):
     """A call of a program's function, as published datasets have it."""
@@ -37,6 +41,30 @@ class CallTest(NamedTuple):
     arguments: Sequence[Any]
     accepted: Sequence[Any]
     """Values of which the call returns one; a tuple equals a list."""
+
+
+def run_tests(
+    tests: Sequence[TestT],
+    run: Callable[[TestT], ResultT],
+    has_failed: Callable[[ResultT], bool],
+    limits: Limits,
+    max_total_s: float,
+) -> Iterator[ResultT]:
+    """Yield the results of a program's tests, up to one that may not end within `max_total_s` if another has failed by its
+    time limit.
+
+    An endless program must be wrong before its judge's timeout, which is a failure of the infrastructure; one that is right
+    in each test has all of them.
+    """
+    began, is_too_slow = time.monotonic(), False
+    for test in tests:
+        start = time.monotonic()
+        if is_too_slow and start + limits.timeout_s > began + max_total_s:
+            return
+        result = run(test)
+        took_s = time.monotonic() - start
+        is_too_slow = is_too_slow or (has_failed(result) and took_s >= min(limits.timeout_s, limits.cpu_s))
+        yield result
 
 
 def check_program(program: str, test: str | CallTest, limits: Limits) -> str:

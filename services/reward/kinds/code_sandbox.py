@@ -1,10 +1,8 @@
 """Programs, run with their tests in the sandbox."""
 
-import time
-
 from offbeat.envs.dataset.code import FENCED
 from offbeat.envs.dataset.env import last_group
-from offbeat.envs.dataset.program_checker import CallTest, check_output, check_program, count_pytest
+from offbeat.envs.dataset.program_checker import CallTest, check_output, check_program, count_pytest, run_tests
 from offbeat.envs.sandbox import Limits, check_isolation
 from offbeat.services.reward.kinds.code_cases import AssertCase, Case, PytestFile, StdioCase, read_cases
 from offbeat.services.reward.kinds.config import CodeSandboxConfig
@@ -23,17 +21,13 @@ class CodeSandbox:
         program = last_group(self._pattern, final_text(sample.response))
         if program is None:
             return 0.0
-        needs_all = self._config.reward == "all"
-        deadline = time.monotonic() + self._config.max_total_s
-        rates: list[float] = []
-        for case in cases:
-            if time.monotonic() > deadline:  # of a program that is slow in every test
-                break
-            rates.append(run_case(program, case, self._config.sandbox))
-            if needs_all and rates[-1] < 1:
-                return 0.0
-        rate = sum(rates) / len(cases)
-        return float(rate == 1) if needs_all else rate
+        limits = self._config.sandbox
+        rates = run_tests(
+            cases, lambda case: run_case(program, case, limits), lambda rate: rate < 1, limits, self._config.max_total_s
+        )
+        if self._config.reward == "all":
+            return float(all(rate == 1 for rate in rates))
+        return sum(rates) / len(cases)
 
 
 def run_case(program: str, case: Case, limits: Limits) -> float:

@@ -175,7 +175,9 @@ class CodeSandboxConfig(_PatternConfig):
     max_tests: int | None = Field(default=None, ge=1)
     """Maximum tests, from the first."""
     max_total_s: float = Field(default=60.0, gt=0)
-    """Time for a program's tests, s; those not started count as failed."""
+    """Time, s, for the tests of a program that has failed one by its time limit; those that could take longer count as
+    failed.
+    """
     sandbox: Limits = Limits()
     """Per test, or per pytest file."""
     max_concurrent: int = Field(default=4, ge=1)

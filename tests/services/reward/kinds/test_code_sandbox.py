@@ -145,12 +145,18 @@ def test_a_response_without_a_program_scores_zero(response: str):
     assert rate(response, {"inputs": [""], "outputs": ["1"]}) == 0.0
 
 
-def test_tests_that_did_not_start_in_time_count_as_failed():
-    slow = "```python\nimport time\nn = input()\ntime.sleep(float(n))\nprint(n)\n```"
-    tests = {"inputs": ["0", "1.5", "0"], "outputs": ["0", "1.5", "0"]}
-    row = {"test_cases": tests}
-    assert score("code_sandbox", slow, row=row, **{**FAST, "max_total_s": 1.5}) == pytest.approx(2 / 3)
-    assert score("code_sandbox", slow, row=row, **{**FAST, "max_tests": 1}) == 1.0
+def test_an_endless_program_is_wrong_within_max_total_s_and_a_right_one_has_all_its_tests():
+    slow = "```python\nn = input()\nwhile n == '1': pass\nprint(n)\n```"
+    row = {"test_cases": {"inputs": ["0", "1", "0", "0"], "outputs": ["0", "1", "0", "0"]}}
+    assert score("code_sandbox", slow, row=row, **{**FAST, "max_total_s": 0.01}) == 0.25
+    assert score("code_sandbox", slow, row=row, **FAST) == 0.75
+    right = {"max_total_s": 0.01, "sandbox": {"timeout_s": 60.0}}
+    tests = ["assert add(1, 2) == 3"] * 3
+    assert (
+        score("code_sandbox", ADD, tests, **right)
+        == score("code_sandbox", ADD, tests, reward="pass_rate", **right)
+        == 1.0
+    )
 
 
 @pytest.mark.parametrize(

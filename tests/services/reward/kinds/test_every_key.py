@@ -26,6 +26,7 @@ CONSTRAINTS = {
     "kwargs": [{}, {"end_phrase": "done"}],
 }
 PROGRAM = "```python\nprint(input())\n```"
+WAITS = "```python\nimport time\nn = input()\ntime.sleep(int(n))\nprint(n)\n```"
 TESTS = [{"input": "1", "output": "1"}, {"input": "2", "output": "3"}]
 ADDS = "```python\ndef f(x):\n    return x + 1\n```"
 CALLS = [{"input": [1], "output": 2}]
@@ -74,9 +75,9 @@ OF_A_KIND: dict[str, dict[str, Case]] = {
         "reward": ({}, {"reward": "pass_rate"}, {"response": PROGRAM, "truth": TESTS}),
         "max_tests": ({}, {"max_tests": 1}, {"response": PROGRAM, "truth": TESTS}),
         "max_total_s": (
-            {"reward": "pass_rate"},
+            {"reward": "pass_rate", "sandbox": {"timeout_s": 2.0}},
             {"max_total_s": 1e-6},
-            {"response": PROGRAM, "truth": [TESTS[0], TESTS[0]]},
+            {"response": WAITS, "truth": [{"input": "9", "output": "9"}, {"input": "0", "output": "0"}]},
         ),
         "sandbox": (
             {"sandbox": {"max_output_chars": 10, "file_mib": 1}},
