@@ -14,6 +14,7 @@ from offbeat.deploy.config.importing.roll import import_roll
 from offbeat.deploy.config.importing.trial import make_trial
 from offbeat.deploy.config.importing.writing import to_yaml
 from offbeat.deploy.config.loader import compose_files, load_run, validate_tree
+from tests.paths import ROOT
 
 FILES = Path(__file__).parent / "roll"
 FROZEN_LAKE = FILES / "agentic" / "agent_val_frozen_lake.yaml"
@@ -120,6 +121,25 @@ def test_the_policys_backend_timeout_is_that_of_all_roles(tmp_path: Path):
     imported = import_roll(variant)
     assert validate_tree(imported.tree).actor_train.backend_timeout == 60
     assert outcomes(imported)["actor_infer.backend_timeout"][0] == "no counterpart"
+
+
+def test_the_docs_name_the_defaults_of_a_file_that_is_not_imported(tmp_path: Path):
+    tree = yaml.safe_load(FROZEN_LAKE.read_text())
+    tree["actor_train"]["training_args"] = {}
+    tree["train_env_manager"].pop("generating_args")
+    tree.pop("max_steps")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**tree, "defaults": []}))
+    written = [each.outcome.target or () for each in import_roll(tmp_path / "run.yaml").of_status("default")]
+    docs = (ROOT / "docs" / "configuration.md").read_text()
+    (paragraph,) = [each for each in docs.split("\n\n") if each.startswith("Keys that such a file leaves out")]
+    sizes = (
+        "device",
+        "max_new_tokens",
+        "num_minibatches",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+    )
+    assert {key[-1] for key in written if f"`{key[-1]}:" not in paragraph} - {*sizes} == set()
 
 
 def test_the_report_says_what_became_of_a_key():
