@@ -12,13 +12,15 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_consumer, packed_nccl_broadcast_consumer
 
+from offbeat.services.generation.vllm.checkpoint_names import checkpoint_tensors
 from offbeat.services.generation.vllm.loading import LoadError, finish_reload
 from offbeat.services.weights.transports.device import checksum
 
 
 class TensorIntake:
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, model_config: Any) -> None:
         self._model = model
+        self._model_config = model_config
         self._expected = {name for name, _ in model.named_parameters()}
         self._loaded: set[str] = set()
         self._sum = 0
@@ -26,14 +28,14 @@ class TensorIntake:
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         tensors = list(tensors)
         self._sum += int(checksum(tensors).partition(":")[2], 16)
-        self._loaded |= set(self._model.load_weights(tensors))
+        self._loaded |= set(self._model.load_weights(checkpoint_tensors(self._model_config.hf_config, tensors)))
 
-    def finish(self, model_config: Any, digest: str) -> None:
+    def finish(self, digest: str) -> None:
         """Raise `LoadError` if a parameter is missing or the checksum differs."""
         found = f"sum64:{self._sum % 2**64:016x}"
         if found != digest:
             raise LoadError(f"the weights came damaged: {found}, {digest} announced")
-        finish_reload(self._model, model_config, self._expected, self._loaded)
+        finish_reload(self._model, self._model_config, self._expected, self._loaded)
 
 
 @dataclass
@@ -53,7 +55,7 @@ class IpcEngine(IPCWeightTransferEngine):
 
     def receive_weights(self, update_info: PlainIpcUpdate) -> None:
         """Load all or raise `LoadError`."""
-        info, intake = update_info, TensorIntake(self.model)
+        info, intake = update_info, TensorIntake(self.model, self.model_config)
         tensors = packed_ipc_consumer(
             ipc_handle={gpu: _rebuild_arguments(handle) for gpu, handle in info.handles.items()},
             names=info.names,
@@ -64,7 +66,7 @@ class IpcEngine(IPCWeightTransferEngine):
             importer=self._packed_importer,
         )
         intake.load(tensors)
-        intake.finish(self.model_config, info.digest)
+        intake.finish(info.digest)
 
     def finish_weight_update(self) -> None:
         self._packed_importer.close()
@@ -100,7 +102,7 @@ class NcclEngine(NCCLWeightTransferEngine):
 
     def receive_weights(self, update_info: CheckedNcclUpdate) -> None:
         """Load all or raise `LoadError`."""
-        info, intake = update_info, TensorIntake(self.model)
+        info, intake = update_info, TensorIntake(self.model, self.model_config)
         if self.model_update_group is None:
             raise LoadError("the transfer was not initialised")
         specs = zip(info.names, info.shapes, info.dtype_names, strict=True)
@@ -113,7 +115,7 @@ class NcclEngine(NCCLWeightTransferEngine):
             num_buffers=self.packed_num_buffers,
             device=self.device,
         )
-        intake.finish(self.model_config, info.digest)
+        intake.finish(info.digest)
 
     def finish_weight_update(self) -> None:
         """Do nothing: `receive_weights` has finished."""

@@ -18,6 +18,7 @@ from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
 from vllm.platforms import current_platform
 
 from offbeat.services.generation.tensor_file import TensorFile
+from offbeat.services.generation.vllm.checkpoint_names import checkpoint_tensors
 from offbeat.services.generation.vllm.loading import compare, finish_reload
 
 SLICE_S = (0.002, 0.05)
@@ -84,7 +85,8 @@ class Staging:
         loaded: set[str] = set()
         with TensorFile(path) as file:
             for names in _by_layer(file.names()):
-                loaded |= set(twin.load_weights((name, file.get_tensor(name)) for name in names))
+                tensors = ((name, file.get_tensor(name)) for name in names)
+                loaded |= set(twin.load_weights(checkpoint_tensors(self._config.model_config.hf_config, tensors)))
                 yield
             finish_reload(twin, self._config.model_config, expected, loaded)
             yield

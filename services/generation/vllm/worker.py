@@ -22,6 +22,7 @@ from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
 from offbeat.services.generation.tensor_file import TensorFile
 from offbeat.services.generation.vllm import cpu_kernels
+from offbeat.services.generation.vllm.checkpoint_names import checkpoint_tensors
 from offbeat.services.generation.vllm.loading import compare, finish_reload
 from offbeat.services.generation.vllm.lora import (
     BASE,
@@ -64,7 +65,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         """
         expected = {name for name, _ in self.model.named_parameters()}
         with TensorFile(update_info.path) as file:
-            loaded = self.model.load_weights(file.items())
+            loaded = self.model.load_weights(checkpoint_tensors(self.model_config.hf_config, file.items()))
             finish_reload(self.model, self.model_config, expected, set(loaded))
             for _ in compare(self.model, file):
                 pass

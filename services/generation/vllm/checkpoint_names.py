@@ -1,0 +1,39 @@
+"""Weights by the names of checkpoints, which vLLM's models load; learners have those of transformers' models in memory.
+
+Invariant: a tensor that has its checkpoint's name already keeps it.
+"""
+
+# pyright: basic
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
+
+FUSED = {
+    "cohere2_moe",
+    "dots1",
+    "glm4_moe",
+    "granitemoe",
+    "granitemoeshared",
+    "hunyuan_v1_moe",
+    "mellum",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+    "solar_open",
+}
+"""Families whose stacked experts vLLM takes as they are, which is faster than one by one."""
+
+
+def checkpoint_tensors(config: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield a model's weights as `save_pretrained` writes them, with experts one by one. config: of transformers"""
+    conversions = None if config.model_type in FUSED else get_checkpoint_conversion_mapping(config.model_type)
+    if not conversions:
+        yield from tensors
+        return
+    model: Any = SimpleNamespace(_weight_conversions=conversions, config=config)
+    for name, tensor in tensors:
+        yield from revert_weight_conversion(model, {name: tensor}).items()
