@@ -59,8 +59,10 @@ class MLflow(Tracker):
         for batch in _batched(metrics, MAX_METRICS):
             self._client.log_batch(self._run_id, metrics=batch)
         if row.samples:
-            # A file per step: MLflow appends to a table by fetching and storing all of it
-            self._client.log_table(self._run_id, to_columns(row.samples), f"samples/step-{row.step}.json")
+            # `log_table` lists all tables in a tag, whose length is bounded, and appends to a table that is sent again
+            columns = to_columns(row.samples)
+            table = {"columns": list(columns), "data": list(zip(*columns.values(), strict=True))}
+            self._client.log_dict(self._run_id, table, f"samples/step-{row.step}.json")
 
     def close(self, ending: Ending) -> None:
         self._client.set_terminated(self._run_id, STATUS[ending])

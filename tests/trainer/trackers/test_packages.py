@@ -11,7 +11,8 @@ import pytest
 
 from offbeat.services.telemetry import MetricRecord, mean
 from offbeat.services.text_samples import TextSample, to_columns, to_text
-from offbeat.trainer.trackers.base import Ending
+from offbeat.trainer.trackers.base import Ending, Row, TrackedRun
+from offbeat.trainer.trackers.mlflow import MLflow
 from offbeat.trainer.trackers.supervisor import TrackerProcesses
 from offbeat.trainer.trackers.worker import StartMessage
 from tests.fakes import ListSink
@@ -105,6 +106,17 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         for item in record.config.update
     }
     assert (config["max_steps"], config["actor_train"]) == (8, CONFIG["actor_train"])
+
+
+def test_mlflow_takes_samples_of_any_number_of_steps_and_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    tracker = MLflow(TrackedRun("exp", "key", False, 0, tmp_path, {}))
+    for number in range(1, 171):
+        tracker.write(Row(number, number, 0.0, {}, SAMPLES))
+    tracker.write(Row(171, 170, 0.0, {}, SAMPLES))
+    paths = list((tmp_path / "artifacts").rglob("*.json"))
+    assert len(paths) == 170
+    assert {len(json.loads(path.read_text())["data"]) for path in paths} == {2}
 
 
 def test_mlflow_on_sqlite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
