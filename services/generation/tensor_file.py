@@ -55,7 +55,7 @@ class TensorFile:
             yield name, self.get_tensor(name)
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """Return a view of the file, which stays open while the tensor exists.
+        """Return a view of the file, which stays open while the tensor exists, or a copy if it is not aligned there.
 
         Raises:
             ValueError: its entry does not fit the file. KeyError: there is none.
@@ -68,4 +68,7 @@ class TensorFile:
             raise ValueError(
                 f"{name}: {entry['dtype']} of shape {shape} at bytes {start} to {end} does not fit the file"
             )
-        return self._bytes[start:end].view(dtype).view(shape)
+        content = self._bytes[start:end]
+        if content.storage_offset() % dtype.itemsize:  # of early writers, which aligned nothing
+            content = content.clone()
+        return content.view(dtype).view(shape)

@@ -27,6 +27,20 @@ def test_every_dtype_and_shape_is_read_bit_for_bit(tmp_path: Path) -> None:
             assert bytes(tensor.flatten().view(torch.uint8)) == bytes(written[name].flatten().view(torch.uint8)), name
 
 
+@pytest.mark.parametrize("padding", range(8))
+def test_headers_of_any_length_are_read(tmp_path: Path, padding: int) -> None:
+    """Early writers of safetensors padded none."""
+    written = {f"of {name}": torch.arange(6).view(2, 3).to(dtype) for name, dtype in DTYPES.items()}
+    save_file(written, tmp_path / "x")
+    content = (tmp_path / "x").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + length].rstrip() + b" " * padding
+    (tmp_path / "x").write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+    with TensorFile(tmp_path / "x") as file:
+        for name, tensor in file.items():
+            assert torch.equal(tensor.double(), written[name].double())
+
+
 def test_a_tensor_outlives_its_file(tmp_path: Path) -> None:
     save_file({"x": torch.arange(1000)}, tmp_path / "x")
     with TensorFile(tmp_path / "x") as file:
