@@ -162,7 +162,7 @@ class _GuardedTracker:
             for row in self._waiting:
                 self._tracker.write(row)
             self._tracker.flush()
-        except OSError as error:
+        except Exception as error:  # TensorBoard writes by TensorFlow, with errors of its own, where that is installed
             text = "%s can't be written: %s; the newest %d rows are kept for it; retrying every %.0f s at most"
             if not self._wait_s:
                 logger.warning(text, self._name, error, MAX_WAITING_ROWS, MAX_TRACKER_RETRY_S)
@@ -179,5 +179,5 @@ class _GuardedTracker:
     def _close_tracker(self) -> None:
         tracker, self._tracker = self._tracker, None
         if tracker is not None:
-            with suppress(OSError):  # logged when it was written
+            with suppress(Exception):  # logged when it was written
                 tracker.close("stopped")

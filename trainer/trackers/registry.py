@@ -9,6 +9,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
@@ -106,9 +107,12 @@ SECRET_HINT = "; set API keys in the environment of the learner or use the track
 
 def _convert(key: str, value: JsonValue, expected: Any) -> Any:
     try:
-        return TypeAdapter(expected).validate_json(json.dumps(value), strict=True)
+        converted = TypeAdapter(expected).validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
         messages = dict.fromkeys(
             detail["msg"].removeprefix("Input should be ").replace("a valid ", "a ") for detail in error.errors()
         )
         raise TrackerError(f"expected {' or '.join(messages)}, got {value!r}", key) from error
+    if isinstance(converted, Path) and "://" in str(value):
+        raise TrackerError(f"expected a folder of a file system, got the URL {value!r}; copy the folder there", key)
+    return converted

@@ -20,6 +20,7 @@ from offbeat.services.text_samples import TextSample
 from offbeat.trainer.trackers.base import LoggedSteps
 from offbeat.trainer.trackers.metrics_file import MetricsFile, read_records
 from offbeat.trainer.trackers.metrics_writer import MetricsWriter
+from offbeat.trainer.trackers.tensorboard import TensorBoard
 from tests.waiting import wait_until_sync
 
 
@@ -139,6 +140,29 @@ def test_tensorboard_gets_the_rows_of_a_time_when_it_could_not_be_written(
             wait_until_sync(lambda: in_the_way.is_dir() and len(scalars(tmp_path, "learner/reward")) == 3)
             sink.append(record(4, 0.25))
     assert scalars(tmp_path, "learner/reward") == [(step, 0.25) for step in ((1, 2, 3) if ends else (1, 2, 3, 4))]
+
+
+def test_any_error_of_a_tracker_keeps_no_row_from_the_file(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorFlow's writer has errors of its own."""
+    flush = TensorBoard.flush
+    failed: list[int] = []
+
+    def fail_first(tracker: TensorBoard) -> None:
+        failed.append(1)
+        if len(failed) == 1:
+            raise RuntimeError("ResourceExhaustedError")
+        flush(tracker)
+
+    monkeypatch.setattr(TensorBoard, "flush", fail_first)
+    with Redis.from_url(redis_url) as redis, MetricsWriter(redis, "run", tmp_path, ["tensorboard"], 0):
+        sink = RedisMetrics(redis, "run")
+        sink.append(record(1, 0.25))
+        wait_until_sync(lambda: bool(failed))
+        sink.append(record(2, 0.25))
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+    assert scalars(tmp_path, "learner/reward") == [(1, 0.25), (2, 0.25)]
 
 
 def test_tensorboard_gets_each_row_of_a_write_that_was_cut_short(

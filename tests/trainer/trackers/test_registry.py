@@ -46,6 +46,7 @@ def test_single_name_is_a_list_and_flat_kwargs_are_refused_with_a_hint():
         (["mlflow"], {"mlflow": {"tags": {"a": 1}}}, "tracker_kwargs.mlflow.tags", "string"),
         (["swanlab"], {"swanlab": {"tags": "a"}}, "tracker_kwargs.swanlab.tags", "array"),
         (["trackio"], {"trackio": {"private": 1}}, "tracker_kwargs.trackio.private", "boolean"),
+        (["tensorboard"], {"tensorboard": {"log_dir": "s3://b/tb"}}, "tracker_kwargs.tensorboard.log_dir", "a folder"),
         (["stdout"], {"stdout": {"path": "x"}}, "tracker_kwargs.stdout.path", "it takes none"),
         (["stdout"], {"wandb": {}}, "tracker_kwargs.wandb", "track_with does not list wandb"),
         ([NOTEBOOK], {}, f"tracker_kwargs.{NOTEBOOK}.path", "required"),
