@@ -3,16 +3,21 @@
 Invariant: the run's folder is only read.
 """
 
+import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from offbeat.services.errors import ControlError
+from offbeat.trainer.checks.function_keys import user_functions
+from offbeat.trainer.config.aliases import canonical_json
+from offbeat.trainer.config.run import LearnerRunConfig
 from offbeat.trainer.data.seats import list_members
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.process_group import Ranks
@@ -68,7 +73,16 @@ class ReproductionResult:
 class ReproductionPlan:
     start: Checkpoint
     steps: tuple[int, ...]
-    checkpoints: dict[int, Path]
+    checkpoints: dict[int, Checkpoint]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Steps that were trained under one configuration."""
+
+    run: LearnerRun
+    start: Checkpoint
+    steps: list[int]
 
 
 def find_plan(run: LearnerRun, step: int | None) -> ReproductionPlan:
@@ -88,8 +102,8 @@ def find_plan(run: LearnerRun, step: int | None) -> ReproductionPlan:
         for start in sorted(checkpoints) if step is None else sorted(checkpoints, reverse=True):
             needed = tuple(range(start + 1, goal + 1))
             if needed and set(needed) <= set(recorded):
-                paths = {n: checkpoint.path for n, checkpoint in checkpoints.items() if start < n <= goal}
-                return ReproductionPlan(checkpoints[start], needed, paths)
+                passed = {n: checkpoint for n, checkpoint in checkpoints.items() if start < n <= goal}
+                return ReproductionPlan(checkpoints[start], needed, passed)
     have = (
         f"recorded are steps {recorded[0]} to {recorded[-1]}, complete checkpoints are of steps {sorted(checkpoints)}"
     )
@@ -104,33 +118,75 @@ def reproduce(
     """Run the plan in the process group of `ranks`; `show` receives progress.
 
     Raises:
-        ControlError: the checkpoint was written by several processes.
+        ControlError: a checkpoint was written by several processes, or its configuration can't be read.
         CodecError: an unreadable batch.
     """
-    start, batch_log = plan.start, BatchLog(run.output_dir)
-    if start.state.num_processes != 1:
-        raise ControlError(
-            f"{start.path} was written by {start.state.num_processes} processes: only training by one process is "
-            "reproducible bit for bit"
-        )
-    train = run.config.actor_train
-    torch.set_num_threads(train.num_threads)
-    torch.manual_seed(run.config.seed)
+    batch_log = BatchLog(run.output_dir)
     compared: list[WeightComparison] = []
     samples: Sequence[SampleView] = ()
-    trainer = PolicyTrainer(run, ranks)
-    trainer.load(start.path, start.state.kl_coef)
-    show(f"from {start.path}")
+    for segment in split_plan(run, plan):
+        trainer = _load_trainer(segment, ranks)
+        show(f"from {segment.start.path}")
+        for step in segment.steps:
+            recorded = batch_log.read(step, segment.run.config)
+            trainer.set_learning_rate(recorded.learning_rate)
+            if step == sample_step:
+                samples = preview(trainer, recorded.batch)
+            trainer.train(recorded.batch)
+            if step in plan.checkpoints:
+                compared.append(_compare(step, trainer, plan.checkpoints[step].path))
+            show(f"step {step}: {len(recorded.batch.groups)} groups{_describe(compared, step)}")
+        del trainer  # before the next one's models
+    return ReproductionResult(plan.start.state.step, plan.steps, tuple(compared), tuple(samples))
+
+
+def split_plan(run: LearnerRun, plan: ReproductionPlan) -> list[Segment]:
+    """Split the steps where the run was resumed with other keys, as its checkpoints say.
+
+    Raises:
+        ControlError: a checkpoint's configuration can't be read, or names a function that the run's does not.
+    """
+    configs = {step: _trained_config(run, checkpoint) for step, checkpoint in sorted(plan.checkpoints.items())}
+    segments: list[Segment] = []
     for step in plan.steps:
-        recorded = batch_log.read(step, run.config)
-        trainer.set_learning_rate(recorded.learning_rate)
-        if step == sample_step:
-            samples = preview(trainer, recorded.batch)
-        trainer.train(recorded.batch)
-        if step in plan.checkpoints:
-            compared.append(_compare(step, trainer, plan.checkpoints[step]))
-        show(f"step {step}: {len(recorded.batch.groups)} groups{_describe(compared, step)}")
-    return ReproductionResult(start.state.step, plan.steps, tuple(compared), tuple(samples))
+        config = next((config for until, config in configs.items() if until >= step), run.config)
+        if segments and segments[-1].run.config == config:
+            segments[-1].steps.append(step)
+        else:
+            segments.append(Segment(replace(run, config=config), plan.checkpoints.get(step - 1, plan.start), [step]))
+    return segments
+
+
+def _trained_config(run: LearnerRun, checkpoint: Checkpoint) -> LearnerRunConfig:
+    """Return the configuration of the learner that wrote a checkpoint, with this machine's device and paths."""
+    if not checkpoint.state.config:  # of an earlier build
+        return run.config
+    try:
+        text = canonical_json(json.dumps(checkpoint.state.config))
+        config = LearnerRunConfig.model_validate_json(text, extra="ignore")
+    except ValidationError as error:
+        raise ControlError(f"{checkpoint.path} has a configuration that this build can't read: {error}") from error
+    here = run.config
+    if unnamed := set(user_functions(config).values()) - set(user_functions(here).values()):  # config.yaml is trusted
+        raise ControlError(
+            f"{checkpoint.path} was trained with {', '.join(sorted(unnamed))}, which the run's configuration does not name"
+        )
+    train = config.actor_train.model_copy(update={"device": here.actor_train.device})
+    return config.model_copy(update={"actor_train": train, "output_dir": here.output_dir, "pretrain": here.pretrain})
+
+
+def _load_trainer(segment: Segment, ranks: Ranks) -> PolicyTrainer:
+    config, (path, state) = segment.run.config, (segment.start.path, segment.start.state)
+    if state.num_processes != 1:
+        raise ControlError(
+            f"{path} was written by {state.num_processes} processes: only training by one process is "
+            "reproducible bit for bit"
+        )
+    torch.set_num_threads(config.actor_train.num_threads)
+    torch.manual_seed(config.seed)
+    trainer = PolicyTrainer(segment.run, ranks)
+    trainer.load(path, state.kl_coef)
+    return trainer
 
 
 def preview(trainer: PolicyTrainer, batch: StepBatch) -> list[SampleView]:
