@@ -110,6 +110,6 @@ def _check_compiler() -> InstallationFinding:
 def _check_sandbox() -> InstallationFinding:
     try:
         check_isolation(Limits())
-    except IsolationError as error:
+    except (IsolationError, OSError) as error:
         return InstallationFinding("sandbox", "advice", str(error))
     return InstallationFinding("sandbox", "ok", f"programs are confined by {', '.join(platform_isolation())}")

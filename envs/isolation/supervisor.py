@@ -61,6 +61,8 @@ def _enter_namespaces(request: dict[str, Any], layers: list[str]) -> int:
         return 0
     try:
         program_id = namespaces.enter()
+    except BlockingIOError:  # no process is left
+        raise
     except OSError:
         return 0
     layers.append("namespaces")

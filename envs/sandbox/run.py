@@ -108,15 +108,19 @@ def run_python(
 
     Raises:
         IsolationError: a required guarantee is missing.
+        OSError: the supervisor failed, which is no verdict on the program.
     """
     limits = limits or Limits()
     with closing_on_error(pass_fds):
         temporary = _write_folder(code, stdin)
     folder = temporary.path
     try:
-        _run(folder, limits, layers, pass_fds, stop, max_landlock_abi)
+        has_ended = _run(folder, limits, layers, pass_fds, stop, max_landlock_abi)
         out, err = (_read(folder / name, limits.max_output_chars) for name in ("stdout", "stderr"))
         if not (folder / "outcome.json").is_file():
+            if has_ended:
+                reason = ProgramResult(out, err, 1, False, ()).error
+                raise OSError(f"the sandbox's supervisor ended without a result: {reason}")
             return ProgramResult(out, err, -signal.SIGKILL, True, ())
         outcome = json.loads((folder / "outcome.json").read_text())
         if outcome["started"]:
@@ -151,7 +155,11 @@ def describe_sandbox() -> str:
 
 @functools.cache
 def platform_isolation() -> tuple[Layer, ...]:
-    return run_python("", limits=Limits(isolation="warn", timeout_s=60.0)).layers
+    """Return the layers that the kernel offers. Raises OSError if an empty program does not end."""
+    result = run_python("", limits=Limits(isolation="warn", timeout_s=60.0))
+    if result.timed_out:
+        raise TimeoutError("an empty program in the sandbox did not end: is the machine overloaded?")
+    return result.layers
 
 
 def describe_missing(layers: tuple[Layer, ...]) -> list[str]:
@@ -189,10 +197,11 @@ def _run(
     pass_fds: tuple[int, ...],
     stop: threading.Event | None,
     max_landlock_abi: int | None,
-) -> None:
+) -> bool:
+    """Return whether the supervisor ended by itself."""
     process = start_supervisor(folder, limits, layers, pass_fds, max_landlock_abi=max_landlock_abi)
     try:
-        _wait(process, limits.timeout_s + STARTUP_TIMEOUT_S, stop)
+        return _wait(process, limits.timeout_s + STARTUP_TIMEOUT_S, stop)
     finally:
         # The supervisor, whose death kills the program, whose death kills all in its namespace.
         process.kill()
@@ -237,14 +246,15 @@ def start_supervisor(
         close_all(pass_fds)
 
 
-def _wait(process: "subprocess.Popen[bytes]", timeout_s: float, stop: threading.Event | None) -> None:
+def _wait(process: "subprocess.Popen[bytes]", timeout_s: float, stop: threading.Event | None) -> bool:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline and not (stop and stop.is_set()):
         try:
             process.wait(timeout_s if stop is None else STOP_POLL_S)
-            return
+            return True
         except subprocess.TimeoutExpired:
             continue
+    return False
 
 
 def _read(path: Path, limit: int) -> str:

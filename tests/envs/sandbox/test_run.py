@@ -39,6 +39,18 @@ def test_endless_loops_and_sleeps_end_with_their_time():
         assert time.monotonic() - began < 20
 
 
+@pytest.mark.parametrize("failure", ["raise BlockingIOError(11, 'no process')", "import os; os.kill(os.getpid(), 9)"])
+def test_a_supervisor_that_fails_is_no_verdict_on_the_program(failure: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("offbeat.envs.sandbox.run.SUPERVISOR_CODE", failure)
+    with pytest.raises(OSError, match="ended without a result"):
+        run_python("print(1)")
+    platform_isolation.cache_clear()
+    with pytest.raises(OSError, match="ended without a result"):
+        check_isolation(Limits())
+    monkeypatch.undo()
+    check_isolation(Limits())
+
+
 def test_memory_files_and_output_are_limited():
     assert run_python("x = bytearray(10**9)", limits=Limits(memory_mib=128)).error == "MemoryError"
     written = run_python("open('big', 'wb').write(b'x' * 10**7)", limits=Limits(file_mib=1))
