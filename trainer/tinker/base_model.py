@@ -48,8 +48,10 @@ def claim_folder(root: Path, model: Path, args: ModelArgs, seed: int, digest: st
 
 
 def load_base(model: Path, args: ModelArgs, seed: int) -> PackedPolicy:
-    """Load the base model; without weights, initialize it from `seed`."""
-    return load_policy(model, args.without_adapters, seed)
+    """Load the base model; without weights, initialize it from `seed`. Activations are kept, as adapters of a shared pass
+    are gone when they would be recomputed.
+    """
+    return load_policy(model, args.without_adapters.model_copy(update={"disable_gradient_checkpointing": True}), seed)
 
 
 def weights_file(root: Path, model: Path, engine: TinkerEngine) -> Path:

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from offbeat.services.tinker.records import Lora, SharedPass
+from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.tinker.adapters import AdapterPool
+from offbeat.trainer.tinker.base_model import load_base
 from offbeat.trainer.tinker.client_model import ClientModel, Scores
 from offbeat.trainer.tinker.losses import LOSSES
 from offbeat.trainer.tinker.shared_pass import GradientBatch, compute_shared, record_shared, repeat_shared
@@ -113,3 +115,17 @@ def test_a_record_has_the_lengths_around(pool: AdapterPool) -> None:
     records = record_shared(make_batches(pool, 3))
     assert records[1] == SharedPass(before=[5, 3, 7], after=[2, 17, 4, 9, 3])
     assert (records[0].before, records[2].after) == ([], [])
+
+
+def test_activations_of_a_shared_pass_are_not_recomputed(tmp_path: Path) -> None:
+    """Its adapters are in the forward pass alone, so that a recomputed one would differ."""
+    make_pool(tmp_path / "base")
+    args = ModelArgs(disable_gradient_checkpointing=False)
+    pool = AdapterPool(load_base(tmp_path / "base", args, seed=1), tmp_path / "base")
+    batches = make_batches(pool, 2)
+    compute_shared(pool, batches)
+    gradients = take_gradients(batches)
+    for batch in batches:
+        alone(batch)
+    for mine, own in zip(gradients, take_gradients(batches), strict=True):
+        assert all((mine[name] - own[name]).abs().max() <= FLOAT_NOISE * own[name].abs().max() for name in own)
