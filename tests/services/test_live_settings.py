@@ -26,7 +26,7 @@ import pydantic
 from typer.testing import CliRunner
 
 from offbeat.deploy.cli.app import app
-from offbeat.deploy.cluster.run_factory import _apply_values
+from offbeat.deploy.cluster.live_values import set_values
 from offbeat.deploy.config.loader import load_run
 from offbeat.services.control.request_bodies import ALIASES
 from offbeat.services.control.schemas import SettingsPatch, SettingsView
@@ -47,7 +47,7 @@ try:
 except pydantic.ValidationError:
     pass
 assert ALIASES["actor_infer.generating_args.top_p"] == "top_p"
-changed = _apply_values(config.model_dump(), values)
+changed = set_values(config.model_dump(), values)
 assert changed["actor_infer"]["generating_args"]["top_p"] == 0.5
 assert settings_at(config.settings, [Change(values, step=3)], 2).top_p == 0.9
 assert settings_at(config.settings, [Change(values, step=3)], 3).top_p == 0.5
