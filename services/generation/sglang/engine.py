@@ -20,6 +20,8 @@ from offbeat.services.generation.engine import LoadTimes, SessionCounts
 from offbeat.services.generation.sglang.server import PROGRAM, SglangServer, server_arguments, server_environment
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, Sampling, VersionSpan
 
+ID_END = "$"
+"""Ends requests' ids, as the server aborts all whose ids begin with the given one."""
 FINISH_REASONS = {"stop": FinishReason.STOP, "abort": FinishReason.ABORT}
 """Of SGLang; others leave an answer incomplete."""
 PAUSES = {"keep": "in_place", "recompute": "retract"}
@@ -86,7 +88,7 @@ class SglangEngine:
         if request.images:
             return Completion(request.request_id, error="the prompt holds images, which sglang is not given: take vllm")
         body: dict[str, Any] = {
-            "rid": request.request_id,
+            "rid": request.request_id + ID_END,
             "input_ids": list(request.prompt),
             "sampling_params": _parameters(request.sampling),
             "return_logprob": True,
@@ -138,7 +140,7 @@ class SglangEngine:
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
-            await self._command("/abort_request", {"rid": request_id})
+            await self._command("/abort_request", {"rid": request_id + ID_END})
 
     def _abort_later(self, request_id: str) -> None:
         task = asyncio.create_task(self.abort([request_id]))

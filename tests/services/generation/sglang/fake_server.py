@@ -172,7 +172,8 @@ class FakeSglang:
 
     async def abort(self, body: Abort) -> Any:
         if body.rid in self.running:
-            self.running[body.rid].is_aborted = True
+            for rid, request in self.running.items():
+                request.is_aborted |= rid.startswith(body.rid)
         return JSONResponse(None)
 
     async def release(self, body: Nothing) -> Any:

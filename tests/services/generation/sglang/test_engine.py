@@ -114,7 +114,7 @@ async def test_what_is_asked_is_what_the_request_says(start: Start) -> None:
     started = await start()
     sampling = Sampling(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=2, stop_token_ids=(1, 2))
     await started.engine.salted("run").generate(GenerateRequest("x", (5, 6), sampling), 4)
-    (call,) = [each for each in await started.calls("/generate") if each["rid"] == "x"]
+    (call,) = [each for each in await started.calls("/generate") if each["rid"] == "x$"]
     assert (call["input_ids"], call["return_logprob"], call["extra_key"]) == ([5, 6], True, "runv4")
     assert call["sampling_params"] == {
         "temperature": 0.7, "top_p": 0.9, "top_k": 5, "max_new_tokens": 2, "stop_token_ids": [1, 2], "ignore_eos": False,
@@ -187,13 +187,27 @@ async def test_an_aborted_request_returns_its_tokens(start: Start, tmp_path: Pat
     assert len(answer.token_ids) < 4000
 
 
+async def test_an_abort_spares_requests_whose_ids_begin_alike(start: Start, tmp_path: Path) -> None:
+    """The server aborts by the beginning of an id: an agent's first call, and its tenth."""
+    started = await start()
+    await started.engine.load(weights(tmp_path, 1), 0)
+    first, tenth = (
+        asyncio.create_task(started.engine.generate(request_of(each, most=most), 0))
+        for each, most in (("agent-1", 4000), ("agent-10", 100))
+    )
+    await wait_until(lambda: started.running(2))
+    await started.engine.abort(["agent-1"])
+    assert (await first).finish_reason is FinishReason.ABORT
+    assert (await tenth).finish_reason is FinishReason.LENGTH
+
+
 async def test_a_cancelled_request_leaves_the_server(start: Start) -> None:
     started = await start()
     running = asyncio.create_task(started.engine.generate(request_of("long", most=4000), 0))
     await wait_until(lambda: started.running(1))
     running.cancel()
     await wait_until(lambda: started.running(0))
-    assert [call["rid"] for call in await started.calls("/abort_request")] == ["long"]
+    assert [call["rid"] for call in await started.calls("/abort_request")] == ["long$"]
 
 
 async def test_a_sequence_may_fill_the_context(start: Start) -> None:
