@@ -6,7 +6,7 @@ Invariant: the same steps give the same findings in learner, REST API and report
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from offbeat.services.errors import CodecError
 from offbeat.services.findings import NO_LIMITS, DiagnosisLimits, RunFinding, StepWindow
@@ -41,7 +41,11 @@ def diagnose(steps: Sequence[Mapping[str, float]], limits: DiagnosisLimits = NO_
     findings = [finding for rule in RULES if (finding := rule(window)) is not None]
     if not any(finding.name in CAUSES_OF_NO_GRADIENT for finding in findings):
         findings += [finding for finding in (_no_gradient(window),) if finding is not None]
-    return findings
+    return [replace(finding, keys=_with_effect(finding.keys, limits)) for finding in findings]
+
+
+def _with_effect(keys: Sequence[str], limits: DiagnosisLimits) -> tuple[str, ...]:
+    return tuple(key for key in keys if key.partition(".")[0] not in limits.without_effect)
 
 
 def _not_finite(window: StepWindow) -> RunFinding | None:
@@ -126,6 +130,7 @@ def _no_signal(window: StepWindow) -> RunFinding | None:
     share = window.share("groups_without_signal", "groups")
     if not share >= 0.9 or not window.has(MIN_STEPS) or _constant_reward(window):
         return None
+    has_bonus = "entropy_loss_coef" not in window.limits.without_effect
     seen = f"{share:.0%} of the groups had no signal: their rewards are equal, or a filter leaves them out"
     if window.mean("success") >= 0.95:
         return RunFinding(
@@ -134,8 +139,8 @@ def _no_signal(window: StepWindow) -> RunFinding | None:
     return RunFinding(
         "no_signal",
         seen,
-        "its members answer alike, or the task is too hard or too easy: raise the temperature, the group size or the "
-        "entropy bonus (with zero_variance=train it reaches these groups, too)",
+        "its members answer alike, or the task is too hard or too easy: raise the temperature or the group size"
+        + (", or the entropy bonus (with zero_variance=train it reaches these groups, too)" if has_bonus else ""),
         (
             "train_env_manager.group_size",
             "actor_infer.generating_args.temperature",
@@ -150,12 +155,13 @@ def _no_signal(window: StepWindow) -> RunFinding | None:
 def _entropy_collapse(window: StepWindow) -> RunFinding | None:
     before, now = window.first.get("actor/entropy", math.nan), window.mean("actor/entropy")
     silent = window.share("groups_without_signal", "groups")
+    bonus = "" if "entropy_loss_coef" in window.limits.without_effect else "raise the entropy bonus, or "
     if not now < min(0.1 * before, 0.3) or not silent >= 0.5 or window.mean("success", 0.0) >= 0.9:
         return None
     return RunFinding(
         "entropy_collapse",
         f"the policy's entropy fell from {before:.2g} to {now:.2g} nats, and {silent:.0%} of the groups have no signal",
-        "it no longer explores: raise the entropy bonus, or lower the learning rate",
+        f"it no longer explores: {bonus}lower the learning rate",
         ("entropy_loss_coef", "actor_train.training_args.learning_rate", "zero_variance"),
     )
 
@@ -217,11 +223,14 @@ def _clipped(window: StepWindow) -> RunFinding | None:
     norms = window.values("actor/grad_norm")
     if len(norms) < MANY_STEPS or min(norms) <= 10 * limit:
         return None
+    remedy, keys = "scale rewards down", ("reward_normalization.method",)
+    if "reward_normalization" in window.limits.without_effect:
+        remedy, keys = "lower the learning rate", ("actor_train.training_args.learning_rate",)
     return RunFinding(
         "clipped",
         f"every gradient norm was above {10 * limit:g}, ten times max_grad_norm (mean {window.mean('actor/grad_norm'):.2g})",
-        "gradients are always clipped to a fraction: scale rewards down, or raise the limit",
-        ("reward_normalization.method", "actor_train.training_args.max_grad_norm"),
+        f"gradients are always clipped to a fraction: {remedy}, or raise the limit",
+        (*keys, "actor_train.training_args.max_grad_norm"),
     )
 
 
@@ -247,8 +256,12 @@ def _stale(window: StepWindow) -> RunFinding | None:
     return RunFinding(
         "stale",
         f"{dropped / (dropped + kept):.0%} of the groups were dropped as stale",
-        "quicker groups overtake them: train in order of admission, or allow more lag",
-        ("buffer.order", "max_staleness", "buffer.stale_policy"),
+        "allow more lag, or play fewer groups at a time"
+        if window.limits.trains_by_admission
+        else "quicker groups overtake them: train in order of admission, or allow more lag",
+        ("max_staleness", "buffer.stale_policy", "train_env_manager.num_env_groups")
+        if window.limits.trains_by_admission
+        else ("buffer.order", "max_staleness", "buffer.stale_policy"),
     )
 
 
@@ -294,6 +307,15 @@ def _no_gradient(window: StepWindow) -> RunFinding | None:
     norms = [value for step in (window.first, *window.steps) for name, value in step.items() if "grad_norm" in name]
     if not num_groups or any(norm > 0 for norm in norms):
         return None
+    if not window.values("reward_max"):  # groups are rows
+        return RunFinding(
+            "no_gradient",
+            f"none of the last {len(window.steps)} steps had a gradient",
+            "the loss of every row is at its minimum (equal pairs, margins that are reached, a teacher of the same "
+            "weights), or no token of the rows is trained",
+            ("data.dataset_name", "data.train_on", "sequence_length"),
+            window.has(MIN_STEPS),
+        )
     silent, cut = window.sum("groups_without_signal"), window.mean("episodes_truncated", 0.0)
     lowest, highest = (
         min(window.values("reward_min"), default=math.nan),

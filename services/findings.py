@@ -34,6 +34,10 @@ class DiagnosisLimits:
     """Whether `max_len_mask` or `error_max_len_clip` leaves episodes out of the loss, and of `shaped_reward`."""
     has_faster_engine: bool = False
     """Whether `hf_infer` would sample this policy faster than its engine."""
+    without_effect: frozenset[str] = frozenset()
+    """Top-level keys that the run's pipeline refuses, which no finding may advise."""
+    trains_by_admission: bool = False
+    """`buffer.order: admission`."""
 
 
 NO_LIMITS = DiagnosisLimits()

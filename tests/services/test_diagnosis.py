@@ -143,6 +143,31 @@ def test_what_a_learner_waits_for_is_reported():
     assert episodes[0].keys[0] == "train_env_manager.num_env_groups"
 
 
+def test_rows_without_a_gradient_have_no_rewards_to_speak_of():
+    (finding,) = diagnose([{"groups": 8.0, "actor/grad_norm": 0.0}] * 20)
+    assert finding.name == "no_gradient"
+    assert "reward" not in str(finding)
+    assert "nan" not in str(finding)
+    assert finding.keys[0] == "data.dataset_name"
+
+
+@pytest.mark.parametrize("name", ["no_signal", "failures_left_out", "clipped", "no_gradient"])
+def test_keys_that_the_pipeline_refuses_are_not_advised(name: str):
+    refused = frozenset({"entropy_loss_coef", "reward_normalization", "zero_variance"})
+    (finding,) = diagnose(steps(**SEEN[name]), replace(LIMITS, without_effect=refused))
+    assert finding.name == name
+    assert finding.keys
+    assert not {key.partition(".")[0] for key in finding.keys} & refused
+    assert "scale rewards" not in finding.cause
+    assert "entropy bonus" not in finding.cause or name == "failures_left_out"
+
+
+def test_the_order_of_admission_is_not_advised_where_it_is_set():
+    (finding,) = diagnose(steps(**SEEN["stale"]), replace(LIMITS, trains_by_admission=True))
+    assert "order of admission" not in finding.cause
+    assert "buffer.order" not in finding.keys
+
+
 def test_one_gradient_of_policy_or_critic_is_training():
     silent = steps(9, actor__grad_norm=0.0)
     assert names(silent) == ["no_gradient"]

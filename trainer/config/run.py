@@ -16,6 +16,7 @@ from offbeat.services.weights.config import WeightsConfig
 from offbeat.trainer.config.actor_train import ActorTrainConfig
 from offbeat.trainer.config.conditions import OnlyWith
 from offbeat.trainer.config.learner import LearnerConfig
+from offbeat.trainer.config.pipeline_keys import keys_without_effect
 
 MISMATCH_KL = {"float32": 1e-6, "bfloat16": 1e-3, "float16": 1e-3}
 """Expected KL of engine and trainer by the trainer's type, nats per token: float32 on both sides measures 1e-13,
@@ -199,6 +200,8 @@ class LearnerRunConfig(LearnerConfig):
             is_sampling_cut=sampling.top_p < 1 or sampling.top_k > 0,
             masks_episodes=self.max_len_mask or self.error_max_len_clip,
             has_faster_engine=self._has_faster_engine,
+            without_effect=frozenset(keys_without_effect(self)),
+            trains_by_admission=self.buffer.order == "admission",
         )
 
     @property

@@ -19,20 +19,13 @@ from offbeat.services.errors import EpisodeError, RolloutError
 from offbeat.services.rollout.data.config import GROUP_SIZES, DataConfig
 from offbeat.services.rollout.data.prompts import DomainRows
 from offbeat.services.rollout.data.source import DataSource, check_columns, is_unpaired, read_conversation
-from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.issue import ConfigIssue
+from offbeat.trainer.config.pipeline_keys import keys_without_effect
 from offbeat.trainer.config.scored_roles import scored_roles
 
 DATA_KEYS = ("data.dataset_name", "data.val_dataset_name")
 CHECKED_ROWS = 64
 """Rows of each file rendered before the start; later ones fail as groups, by reason."""
-EPISODE_KEYS = (*(key for key in AlgorithmConfig.model_fields if key != "sequence_length"), "warm_start", "replay",
-                "staleness_controller", "reward_pretrain", "critic")  # fmt: skip
-
-ONLINE_KEYS = ("sequence_length", "reward_shaping", "zero_variance", "max_refill_ratio", "group_filter_cls",
-               "difficulty_mask", "difficulty_low_threshold", "difficulty_high_threshold", "query_filter_config",
-               "ref_model_sync_steps", "ref_model_mixup_alpha")  # fmt: skip
-"""Keys that `online_dpo` uses."""
 CONVERSATIONS, PAIRS = ("sft", "distill"), ("dpo", "reward_model")
 COLUMN_KEYS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("messages_key", "query_key", "response_key", "system_key"), CONVERSATIONS),
@@ -77,8 +70,8 @@ def check_online(config: RunConfig) -> Iterator[ConfigIssue]:
     """Yield keys without effect on pairs from the policy's own groups."""
     if config.pipeline != "online_dpo":
         return
-    for key in AlgorithmConfig.model_fields:
-        if key not in ONLINE_KEYS and getattr(config, key) != getattr(RunConfig(), key):
+    for key in keys_without_effect(config):
+        if getattr(config, key) != getattr(RunConfig(), key):
             yield ConfigIssue(key, "has no effect with pipeline: online_dpo: leave it out")
     if config.train_env_manager.group_size < 2:
         yield ConfigIssue("train_env_manager.group_size", "a pair needs at least 2 episodes of a task")
@@ -112,9 +105,7 @@ def check_data(config: RunConfig) -> Iterator[ConfigIssue]:
         yield from _check_distillation(config)
     if config.trains_reward_model:
         yield from _check_reward_model(config)
-    for key in EPISODE_KEYS:
-        if key == "teacher" and config.pipeline == "distill":
-            continue
+    for key in keys_without_effect(config):
         if getattr(config, key) != getattr(unset, key):
             yield ConfigIssue(key, f"has no effect with {pipeline}: leave it out")
     if config.dpo.precompute_ref_log_probs and not config.dpo.needs_reference:
