@@ -1,6 +1,7 @@
 """A shell in place of a task's container: its folders, variables and files.
 
-Invariant of `protect`: what the policy started is dead, and what it put or linked at the verifier's paths is gone.
+Invariants: the shell can't read the task's own folder, also within Python's. After `protect`, what the policy started is
+dead, and what it put or linked at the verifier's paths is gone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,9 @@ class TaskError(RuntimeError):
 
 
 class TaskMachine:
-    def __init__(self, build: Build, limits: ShellLimits, *, workdir: str | None, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, task_folder: Path, build: Build, limits: ShellLimits, *, workdir: str | None, env: Mapping[str, str]
+    ) -> None:
         """workdir: in place of the build's. env: of commands, besides the build's.
 
         Raises:
@@ -50,7 +53,7 @@ class TaskMachine:
         self.workdir = workdir or build.workdir
         own = () if self.workdir == "/" else (f"/{Path(self.workdir).parts[1]}",)
         self._folders = tuple(dict.fromkeys((*FOLDERS, *build.folders, *own)))
-        self.shell = open_shell(self._folders, limits)
+        self.shell = open_shell(self._folders, limits, hidden=(str(task_folder.resolve()),))
         self.env = self.shell.command_env() | {"HOME": "/root"} | build.env | dict(env)
         try:
             self._set_up()

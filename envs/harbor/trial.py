@@ -28,7 +28,7 @@ class TaskTrial:
         section = task.file.environment
         try:
             build = read_dockerfile(task.dockerfile)
-            self.machine = TaskMachine(build, limits, workdir=section.workdir, env=resolve(section.env))
+            self.machine = TaskMachine(task.folder, build, limits, workdir=section.workdir, env=resolve(section.env))
         except TaskError as error:
             raise TaskError(f"{task.folder}: {error}") from error
 

@@ -62,6 +62,7 @@ def new_root(
     folder: Path,
     readable: Iterable[str],
     *,
+    hidden: Sequence[str] = (),
     writable: Sequence[str] = (),
     program_id: int,
     disk_mib: int,
@@ -69,7 +70,8 @@ def new_root(
 ) -> None:
     """Switch to a new root: read-only `readable`, four devices, and an empty, bounded `/sandbox`.
 
-    writable: more empty folders, within the bounds of `/sandbox`. Raises OSError if a mount is refused.
+    hidden: folders that are empty inside, if they are below `readable`. writable: more empty folders, within the bounds of
+    `/sandbox`. Raises OSError if a mount is refused.
     """
     syscalls.unshare(NEW_NS)
     syscalls.mount("none", "/", "none", RECURSIVE | PRIVATE)
@@ -85,7 +87,7 @@ def new_root(
     if writable:  # over the others' parent, so that each has one path
         _make_folder(WORK, root, work, program_id)
     for path in readable:
-        _bind_read_only(Path(path), root)
+        _bind_read_only(Path(path), root, hidden)
     for path in DEVICES:
         _bind(Path(path), root)
     for path in (root / "tmp", root / "dev/shm"):
@@ -126,8 +128,8 @@ def _write(pid: int, name: str, text: str) -> None:
         file.write(text)
 
 
-def _bind_read_only(path: Path, root: Path) -> None:
-    """Bind `path` below `root`; copy symbolic links."""
+def _bind_read_only(path: Path, root: Path, hidden: Sequence[str]) -> None:
+    """Bind `path` below `root`, without the contents of hidden folders; copy symbolic links."""
     target = root / str(path).lstrip("/")
     if target.exists() or target.is_symlink():
         return
@@ -136,6 +138,10 @@ def _bind_read_only(path: Path, root: Path) -> None:
         target.symlink_to(os.readlink(path))
     elif path.exists():
         _bind(path, root)
+        for folder in map(Path, hidden):
+            if path.resolve() in folder.resolve().parents:
+                over = target / folder.resolve().relative_to(path.resolve())
+                syscalls.mount("none", str(over), "tmpfs", NOSUID | NODEV, "mode=555,size=4k,nr_inodes=1")
         _make_read_only(str(target), recursive=True)
 
 

@@ -76,8 +76,8 @@ def _confine(folder: Path, request: dict[str, Any], layers: list[str], program_i
     own_pid = None if "namespaces" in layers else os.getpid()
 
     def new_root() -> None:
-        sizes = {"disk_mib": request["disk_mib"], "max_files": request["max_files"]}
-        namespaces.new_root(folder, readable, writable=request["writable"], program_id=program_id, **sizes)
+        names = ("hidden", "writable", "disk_mib", "max_files")
+        namespaces.new_root(folder, readable, program_id=program_id, **{name: request[name] for name in names})
 
     if "mounts" in requested and "namespaces" in layers and _apply(new_root):
         layers.append("mounts")

@@ -8,16 +8,16 @@ from offbeat.envs.sandbox.shell import Shell, ShellLimits, check_shell
 AnyShell = Shell | ContainerShell
 
 
-def open_shell(folders: Sequence[str], limits: ShellLimits) -> AnyShell:
+def open_shell(folders: Sequence[str], limits: ShellLimits, hidden: Sequence[str] = ()) -> AnyShell:
     """Start a shell.
 
-    folders: writable, besides `HOME`.
+    folders: writable, besides `HOME`. hidden: folders of this machine that it must not read.
 
     Raises:
         IsolationError: the machine can't isolate it.
         ShellError: it did not start.
     """
-    return ContainerShell(folders, limits) if limits.image else Shell(folders, limits)
+    return ContainerShell(folders, limits) if limits.image else Shell(folders, limits, hidden)
 
 
 def check_sandbox(limits: ShellLimits) -> None:

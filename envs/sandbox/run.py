@@ -216,14 +216,16 @@ def start_supervisor(
     *,
     writable: tuple[str, ...] = (),
     readable: tuple[str, ...] = (),
+    hidden: tuple[str, ...] = (),
     max_landlock_abi: int | None = None,
 ) -> "subprocess.Popen[bytes]":
     """Start `folder`'s `main.py`, which ends with the calling thread; close `pass_fds` here, also if it fails.
 
-    writable: empty folders at absolute paths; needs mounts. readable: files and folders besides the system's.
+    writable: empty folders at absolute paths; needs mounts. readable: files and folders besides the system's. hidden:
+    folders that are empty inside; needs mounts.
     """
     request = limits.model_dump() | {"layers": layers, "parent": os.getpid(), "required": limits.isolation == "require"}
-    request |= {"max_landlock_abi": max_landlock_abi, "writable": writable, "readable": readable}
+    request |= {"max_landlock_abi": max_landlock_abi, "writable": writable, "readable": readable, "hidden": hidden}
     command = [sys.executable, "-I", "-c", SUPERVISOR_CODE, str(folder), json.dumps(request)]
     environment = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     try:

@@ -102,8 +102,8 @@ def check_shell(limits: ShellLimits) -> None:
 class Shell:
     """Shell of one episode; concurrent calls wait for each other."""
 
-    def __init__(self, folders: Sequence[str], limits: ShellLimits) -> None:
-        """folders: writable, besides `HOME`.
+    def __init__(self, folders: Sequence[str], limits: ShellLimits, hidden: Sequence[str] = ()) -> None:
+        """folders: writable, besides `HOME`. hidden: empty inside, if they are below Python's installation.
 
         Raises:
             IsolationError: the machine can't isolate a shell.
@@ -114,12 +114,12 @@ class Shell:
         self._lock = threading.Lock()
         self._temporary = SandboxFolder()
         try:
-            self._start(folders)
+            self._start(folders, hidden)
         except BaseException:
             self._temporary.remove()
             raise
 
-    def _start(self, folders: Sequence[str]) -> None:
+    def _start(self, folders: Sequence[str], hidden: Sequence[str]) -> None:
         self._folder = self._temporary.path
         (self._folder / "work").mkdir()
         their_read, self._write_fd, self._read_fd, their_write = open_pipes()
@@ -138,6 +138,7 @@ class Shell:
                     (their_read, their_write),
                     writable=tuple(folders),
                     readable=READABLE,
+                    hidden=tuple(hidden),
                 )
                 .result()
             )

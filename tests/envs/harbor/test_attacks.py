@@ -5,7 +5,8 @@ import pytest
 from offbeat.envs.harbor.machine import LOGS, TESTS, VERIFIER_LOGS
 from offbeat.envs.harbor.task import find_tasks, read_files
 from offbeat.envs.harbor.trial import TaskTrial, read_verdict
-from tests.envs.harbor.task_folder import TaskFolder
+from offbeat.envs.sandbox.shell import ShellLimits
+from tests.envs.harbor.task_folder import TaskFolder, needs_shell
 from tests.envs.sandbox.test_shell import BACKENDS, limits_of
 
 VERIFIER = """
@@ -55,6 +56,25 @@ def trial(task_folder: TaskFolder, request: pytest.FixtureRequest):
 @pytest.mark.parametrize("attack", IN_A_CONTAINER)
 def test_an_attack_on_the_verifier_earns_nothing(trial: TaskTrial, attack: str):
     _attack(trial, attack)
+
+
+@needs_shell
+def test_a_task_below_a_readable_folder_can_not_be_read(task_folder: TaskFolder, monkeypatch: pytest.MonkeyPatch):
+    """As Offbeat's own tasks in an installed package, below Python's folder."""
+    (task,) = find_tasks(task_folder.path)
+    packages = task_folder.path.parent
+    packages.chmod(0o755)
+    (packages / "module.py").touch()
+    monkeypatch.setattr("offbeat.envs.sandbox.shell.READABLE", (str(packages),))
+    trial = TaskTrial(task, ShellLimits())
+    try:
+        found = trial.run(
+            f"cd {packages} && find . && umount {task.folder}; cat {task.folder}/tests/test.sh", 20
+        ).output
+        assert sorted(found.splitlines())[:3] == [".", f"./{task.folder.name}", "./module.py"]
+        assert f"cat: {task.folder}/tests/test.sh: No such file or directory" in found
+    finally:
+        trial.close()
 
 
 @pytest.mark.parametrize("trial", NIGHTLY, indirect=True)
