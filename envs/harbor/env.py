@@ -11,6 +11,7 @@ from gymnasium.utils import seeding
 
 from offbeat.envs.dataset.env import last_group
 from offbeat.envs.harbor.config import HarborConfig
+from offbeat.envs.harbor.machine import TaskError
 from offbeat.envs.harbor.task import HarborTask, TaskStep
 from offbeat.envs.harbor.task_set import load_split
 from offbeat.envs.harbor.trial import TaskTrial, TaskVerdict
@@ -178,7 +179,10 @@ class HarborEnv(gymnasium.Env[str, str]):
         if verdict.error or is_last or not passes:
             return self._end(verdict, valid=valid, submitted=submitted)
         self._rewards.append(verdict.rewards)
-        self._begin_step()
+        try:
+            self._begin_step()
+        except (ShellError, TaskError) as error:  # of what the policy left there
+            return self._end(TaskVerdict({}, str(error)), valid=valid, submitted=submitted)
         info = {"success": False, **self._metrics(valid=valid)}
         return self._observe(self.current_step.instruction), info["format_penalty"], False, False, info
 

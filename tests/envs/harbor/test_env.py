@@ -168,6 +168,16 @@ def test_steps_are_played_in_order_and_combined(task_folder: TaskFolder, strateg
     assert env.step("submit")[1:3] == (reward, True)
 
 
+def test_what_a_policy_left_that_fails_the_next_steps_set_up_is_a_verdict(task_folder: TaskFolder):
+    """Its own doing must not be a failure of the infrastructure, which is repeated."""
+    write_steps(task_folder, "mean", 1.0)
+    task_folder.write("steps/two/workdir/setup.sh", "set -e; test ! -e given.trap; echo set up > made")
+    task_folder.write("tests/test.sh", "echo 1 > /logs/verifier/reward.txt")
+    observation, reward, terminated, _, info = play(task_folder.env(), "echo 1 > answer; touch given.trap", "submit")
+    assert (reward, terminated, info["verifier_failed"], info["success"]) == (0.5, True, True, False)
+    assert observation.startswith("two/setup.sh failed")
+
+
 def test_a_step_below_its_least_reward_ends_the_task(task_folder: TaskFolder):
     write_steps(task_folder, "mean", 0.6)
     assert play(task_folder.env(), "echo 0.4 > answer", "submit")[1:3] == (0.4, True)
