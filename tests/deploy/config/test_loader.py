@@ -7,6 +7,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from offbeat.deploy.config.checks.unused import check_unused
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import (
     compose_document,
@@ -54,6 +55,13 @@ def test_every_configuration_of_the_project_can_run(path: Path, tmp_path: Path, 
     unprepared = pretrain != "tiny" and not Path(pretrain).is_dir()
     without = ["pretrain=tiny", "++tiny.max_position_embeddings=8192"] if unprepared else []
     assert isinstance(load_run(path, without), RunConfig)
+
+
+def test_the_file_of_every_key_is_accepted(tmp_path: Path):
+    """Trained at night (tests/integration/test_every_key.py)."""
+    overrides = [f"checkpoint_config.output_dir={tmp_path}", "rollout_batch_size=8", "sequence_length=1024"]
+    config = read_run(ROOT / "tests" / "integration" / "data" / "every_key.yaml", overrides)
+    assert [str(issue) for issue in check_unused(config)] == []
 
 
 def parse_part(text: str) -> object:
