@@ -24,12 +24,20 @@ from offbeat.benchmarks.studies.tinker_kills import (
 from offbeat.benchmarks.tinker.recording import recording
 from offbeat.benchmarks.tinker.replay import CommandReplay
 from offbeat.benchmarks.tinker.server import LEARNER, RunningServer, running_server
+from offbeat.deploy.config.loader import read_run
+from offbeat.deploy.config.vocabulary import collect_words
+from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.models.loading import read_vocab_size
+from offbeat.trainer.models.tiny import write_tiny_policy
+from offbeat.trainer.tinker.base_model import load_base
+from tests.families import write_family
 from tests.integration.tinker_client import (
     ADAM,
     SENTENCE,
     adapter,
     are_equal,
     check_learning,
+    check_logprobs,
     check_samplers,
     create,
     datum,
@@ -60,6 +68,20 @@ def test_a_model_learns_and_its_samples_have_the_trained_logprobs(service: tinke
 
 def test_a_snapshot_stays_and_inflight_follows(service: tinker.ServiceClient) -> None:
     check_samplers(service)
+
+
+def test_a_mixture_of_experts_learns_and_its_samples_have_the_trained_logprobs(tmp_path: Path) -> None:
+    """Its file has a tensor per expert, and its shared expert takes rows without a batch."""
+    base, prefix = tmp_path / "base", "actor_infer.strategy_args"
+    config = read_run(Path("quickstart"))
+    write_tiny_policy(base, config.tiny, collect_words(config))
+    write_family(base, "qwen2_moe", vocab_size=read_vocab_size(base), max_position_embeddings=512)
+    load_base(base, ModelArgs(), seed=1).model.save_pretrained(base)
+    overrides = (f"pretrain={base}", f"{prefix}.strategy_name=hf_infer", f"{prefix}.strategy_config=null")
+    with running_server(tmp_path / "run", *overrides, "tinker.model_name=tiny") as server:
+        with tinker.ServiceClient(base_url=server.url, api_key=KEY) as service:
+            check_logprobs(create(service))
+        assert server.stop() == 0
 
 
 @pytest.mark.timeout(300)

@@ -55,8 +55,16 @@ def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> b
 
 
 def check_learning(service: tinker.ServiceClient, noise: float = FLOAT_NOISE) -> None:
-    """Check that a model learns, and that its samples have the trained logprobs."""
+    """Check that a model learns, that its samples have the trained logprobs, and what the server says of it."""
     client = create(service)
+    sampler = check_logprobs(client, noise)
+    assert client.get_tokenizer().vocab_size == sampler.get_tokenizer().vocab_size
+    info = client.get_info()
+    assert (info.lora_rank, info.model_name) == (4, "tiny")
+
+
+def check_logprobs(client: tinker.TrainingClient, noise: float = FLOAT_NOISE) -> tinker.SamplingClient:
+    """Check that a new model learns, and that its samples have the trained logprobs; return their client."""
     losses = train(client, 20)
     assert losses[-1] < 0.2 * losses[0]
     sampler = client.save_weights_and_get_sampling_client().result()
@@ -71,9 +79,7 @@ def check_learning(service: tinker.ServiceClient, noise: float = FLOAT_NOISE) ->
     first, *rest = sampler.compute_logprobs(types.ModelInput.from_ints(SENTENCE)).result()
     assert first is None
     np.testing.assert_allclose(np.array(rest, float), scores.data, atol=noise)
-    assert client.get_tokenizer().vocab_size == sampler.get_tokenizer().vocab_size
-    info = client.get_info()
-    assert (info.lora_rank, info.model_name) == (4, "tiny")
+    return sampler
 
 
 def check_samplers(service: tinker.ServiceClient) -> None:
