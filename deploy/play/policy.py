@@ -4,7 +4,7 @@ import asyncio
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.services.messages.types import (
@@ -85,29 +85,30 @@ class TransformersPolicy:
         self._torch.manual_seed(seed)
 
     def complete(self, requests: Sequence[PromptRequest], params: SamplingParams) -> list[Completion]:
+        from offbeat.deploy.play.token_sampling import LogprobRecorder, make_warpers
+
         prompts, max_tokens = [request.prompt for request in requests], [request.max_tokens for request in requests]
         torch, longest = self._torch, max(map(len, prompts))
         pad = self._stop_ids[0]
         ids = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         options: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        if params.temperature > 0:
-            options = {**params._asdict(), "do_sample": True, "top_k": max(params.top_k, 0)}
+        if params.temperature > 0:  # applied before the recorder
+            options = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
+        warpers, recorder = make_warpers(*params), LogprobRecorder()
+        warpers.append(cast(Any, recorder))
         with torch.inference_mode():
-            out = self._model.generate(
+            sequences = self._model.generate(
                 input_ids=ids,
                 attention_mask=mask,
                 max_new_tokens=max(max_tokens),
                 eos_token_id=list(self._stop_ids),
                 pad_token_id=pad,
-                output_scores=True,
-                return_dict_in_generate=True,
+                logits_processor=warpers,
                 **options,
             )
-        sampled = out.sequences[:, longest:]
-        logprobs = torch.stack(out.scores, dim=1).float().log_softmax(dim=-1)
-        chosen = logprobs.gather(-1, sampled.unsqueeze(-1)).squeeze(-1)
-        rows = zip(sampled.tolist(), chosen.tolist(), max_tokens, strict=True)
+            logprobs = recorder.finish(sequences)
+        rows = zip(sequences[:, longest:].tolist(), logprobs.tolist(), max_tokens, strict=True)
         return [
             build_completion(tokens[:count], values[:count], self._stop_ids, self._version)
             for tokens, values, count in rows

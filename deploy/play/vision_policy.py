@@ -10,14 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForImageTextToText,
-    DynamicCache,
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import AutoModelForImageTextToText, DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
 from offbeat.deploy.play.policy import (
@@ -26,6 +19,7 @@ from offbeat.deploy.play.policy import (
     build_completion,
     parse_version,
 )
+from offbeat.deploy.play.token_sampling import make_warpers
 from offbeat.services.chat.vision import ImageProcessor, stack_images
 from offbeat.services.messages.types import Completion
 from offbeat.trainer.models.packing import Packing
@@ -106,13 +100,7 @@ class VisionPolicy:
 
 def _make_token_sampler(params: SamplingParams) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """Return a function: logits [B, V] -> tokens [B], log-probabilities [B]."""
-    warpers = LogitsProcessorList()
-    if params.temperature > 0:
-        warpers.append(TemperatureLogitsWarper(params.temperature))
-        if params.top_k > 0:
-            warpers.append(TopKLogitsWarper(params.top_k))
-        if params.top_p < 1:
-            warpers.append(TopPLogitsWarper(params.top_p))
+    warpers = make_warpers(*params)
 
     def draw(logits: Tensor) -> tuple[Tensor, Tensor]:
         warped = cast(Any, warpers)(None, logits).log_softmax(dim=-1)
