@@ -74,17 +74,18 @@ class CodeEnv(QuestionEnv[CodeConfig]):
             return Judgement(0.0, success=False, valid=False, metrics={"pass_rate": 0.0})
         tests = read_tests(row[self.config.answer_key])[: self.config.max_tests]
         limits, max_total_s = self.config.sandbox, self.config.max_total_s
-        errors = list(run_tests(tests, lambda test: self._run_test(program, *test), bool, limits, max_total_s))
+        errors = list(run_tests(tests, lambda *run: self._run_test(program, *run), bool, limits, max_total_s))
         first = next(filter(None, errors), "")
         rate = errors.count("") / len(tests)
         reward = rate if self.config.reward == "pass_rate" else float(not first)
         return Judgement(reward, not first, True, first, {"pass_rate": rate})
 
-    def _run_test(self, program: str, extra: str | CallTest, stdin: str, expected: str | None) -> str:
+    def _run_test(self, program: str, test: Test, limits: Limits) -> str:
         """Return the error; empty if passed."""
+        extra, stdin, expected = test
         if expected is not None:
-            return check_output(program, stdin, expected, self.config.sandbox)
-        return check_program(program, extra, self.config.sandbox)
+            return check_output(program, stdin, expected, limits)
+        return check_program(program, extra, limits)
 
 
 def read_tests(tests: Any) -> list[Test]:

@@ -6,6 +6,7 @@ Invariant: the program can't see expected values, nor affect or hold up the test
 
 import ast
 import json
+import math
 import re
 import threading
 import time
@@ -45,23 +46,26 @@ class CallTest(NamedTuple):
 
 def run_tests(
     tests: Sequence[TestT],
-    run: Callable[[TestT], ResultT],
+    run: Callable[[TestT, Limits], ResultT],
     has_failed: Callable[[ResultT], bool],
     limits: Limits,
     max_total_s: float,
+    longest_s: float = math.inf,
 ) -> Iterator[ResultT]:
     """Yield the results of a program's tests, up to one that may not end within `max_total_s` if another has failed by its
-    time limit.
+    time limit, or up to `longest_s`, when a test that still runs ends.
 
-    An endless program must be wrong before its judge's timeout, which is a failure of the infrastructure; one that is right
-    in each test has all of them.
+    A slow program must be wrong before its judge's timeout, which is a failure of the infrastructure; one that is right
+    in each test has all of `longest_s`.
     """
     began, is_too_slow = time.monotonic(), False
     for test in tests:
         start = time.monotonic()
         if is_too_slow and start + limits.timeout_s > began + max_total_s:
             return
-        result = run(test)
+        if (left_s := began + longest_s - start) <= 0:
+            return
+        result = run(test, limits.model_copy(update={"timeout_s": min(limits.timeout_s, left_s)}))
         took_s = time.monotonic() - start
         is_too_slow = is_too_slow or (has_failed(result) and took_s >= min(limits.timeout_s, limits.cpu_s))
         yield result

@@ -1,5 +1,7 @@
 """Programs, run with their tests in the sandbox."""
 
+from itertools import takewhile
+
 from offbeat.envs.dataset.code import FENCED
 from offbeat.envs.dataset.env import last_group
 from offbeat.envs.dataset.program_checker import CallTest, check_output, check_program, count_pytest, run_tests
@@ -7,6 +9,9 @@ from offbeat.envs.sandbox import Limits, check_isolation
 from offbeat.services.reward.kinds.code_cases import AssertCase, Case, PytestFile, StdioCase, read_cases
 from offbeat.services.reward.kinds.config import CodeSandboxConfig
 from offbeat.services.reward.sample import RewardSample, final_text
+
+TESTS_SHARE = 0.9
+"""Share of `timeout_s` for tests; the rest is for the last one's sandboxes to start and end."""
 
 
 class CodeSandbox:
@@ -21,12 +26,16 @@ class CodeSandbox:
         program = last_group(self._pattern, final_text(sample.response))
         if program is None:
             return 0.0
-        limits = self._config.sandbox
         rates = run_tests(
-            cases, lambda case: run_case(program, case, limits), lambda rate: rate < 1, limits, self._config.max_total_s
+            cases,
+            lambda case, limits: run_case(program, case, limits),
+            lambda rate: rate < 1,
+            self._config.sandbox,
+            self._config.max_total_s,
+            TESTS_SHARE * self._config.timeout_s,
         )
         if self._config.reward == "all":
-            return float(all(rate == 1 for rate in rates))
+            return float(sum(1 for _ in takewhile(lambda rate: rate == 1, rates)) == len(cases))
         return sum(rates) / len(cases)
 
 
