@@ -4,7 +4,6 @@ Each operation is an `exec` from outside. Invariants: the image's files are read
 container has neither network nor capabilities; it ends with the process that holds it, even one killed by SIGKILL.
 """
 
-import contextlib
 import functools
 import io
 import math
@@ -34,8 +33,11 @@ from offbeat.envs.sandbox.shell_runner import PAST_S, Output, overlap
 
 PROGRAMS = ("cat", "chmod", "env", "find", "head", "mkdir", "readlink", "rm", "sleep", "stat", "tar", "xargs")
 """Besides /bin/sh, those that an image needs."""
+DETACH = 'exec 3<&0; "$@" <&3 3<&- &'
+"""Starts a process whose parent is not the worker, as Ray kills an actor with its children."""
 SUPERVISOR = """
 trap '' PIPE
+trap : HUP INT TERM
 name=$1 life_s=$2 engine=$3
 shift 2
 folder=$(mktemp -d) && cd "$folder" || exit 1
@@ -199,15 +201,16 @@ class ContainerShell:
         with tempfile.TemporaryFile() as errors, tempfile.NamedTemporaryFile("w", suffix=".json") as seccomp:
             seccomp.write(profile or "")
             seccomp.flush()
-            path = seccomp.name if profile else None
+            path, life_s = seccomp.name if profile else None, str(math.ceil(self._limits.timeout_s))
             command = run_command(self.image, self._name, self._folders, self._limits, seccomp=path)
             supervisor = subprocess.Popen(
-                ["/bin/sh", "-c", SUPERVISOR, "sh", self._name, str(math.ceil(self._limits.timeout_s)), *command],
+                ["/bin/sh", "-c", DETACH, "sh", "/bin/sh", "-c", SUPERVISOR, "sh", self._name, life_s, *command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 start_new_session=True,
             )
+            supervisor.wait()
             if _read_line(_opened(supervisor.stdout), 2 * STARTUP_TIMEOUT_S) != b"started":
                 _end(supervisor)
                 raise ShellError(f"the container did not start: {_last_line(errors)}")
@@ -335,10 +338,9 @@ def _last_line(errors: IO[bytes]) -> str:
 
 
 def _end(supervisor: "subprocess.Popen[bytes]") -> None:
-    """End a supervisor's input, at which it removes its container."""
+    """End a supervisor's input, at which it removes its container; wait for the end of its output."""
     _opened(supervisor.stdin).close()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        supervisor.wait(CLOSE_TIMEOUT_S)
+    _read_line(_opened(supervisor.stdout), CLOSE_TIMEOUT_S)
     _opened(supervisor.stdout).close()
 
 

@@ -3,6 +3,7 @@
 import errno
 import functools
 import json
+import math
 import resource
 import shutil
 import subprocess
@@ -28,6 +29,8 @@ REFUSED_CALLS = (
 NAMESPACE_FLAGS = 0x7E020000
 """Of `clone`."""
 INSPECT_TIMEOUT_S = 60.0
+SPARE_S = 300
+"""After a container's time, for its supervisor to remove it, before podman ends it without one."""
 
 
 class Image(NamedTuple):
@@ -90,7 +93,7 @@ def run_command(
     if seccomp is not None:
         options += ["--security-opt", f"seccomp={seccomp}"]
     if image.command[0] == "podman":
-        options += OF_PODMAN
+        options += [*OF_PODMAN, "--timeout", str(math.ceil(limits.timeout_s) + SPARE_S)]
     elif limits.runtime:
         options += ["--runtime", limits.runtime]
     return [*image.command, "run", *options, image.name, "-c", FIRST_PROCESS]

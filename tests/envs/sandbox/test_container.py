@@ -1,12 +1,11 @@
 """Containers: what they refuse, attacks from within, and that none outlives its worker."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from pydantic import ValidationError
 
 from offbeat.envs.sandbox import IsolationError
 from offbeat.envs.sandbox.backend import check_sandbox
-from offbeat.envs.sandbox.container import ContainerShell, resolve
+from offbeat.envs.sandbox.container import SUPERVISOR, ContainerShell, resolve
 from offbeat.envs.sandbox.container_engine import Image, find_image, run_command, trusted_env
 from offbeat.envs.sandbox.shell import ShellError, ShellLimits
 from tests.envs.sandbox.images import require_image
@@ -209,35 +208,53 @@ def test_the_end_of_its_time_removes_the_container():
 
 
 WORKER = """
-import sys
+import sys, uuid
 from offbeat.envs.sandbox.container import ContainerShell
 from offbeat.envs.sandbox.shell import ShellLimits
+uuid.uuid4 = lambda: uuid.UUID(sys.argv[2])
 shell = ContainerShell(("/app",), ShellLimits(image=sys.argv[1]))
 print("started", flush=True)
 shell.run(("bash", "-c", "setsid sleep 600 & sleep 600"), cwd="/app", env=shell.command_env(), timeout_s=600)
 """
 
 
-def name_of(worker: int) -> str | None:
-    """Return the name of a worker's container, from the command of its supervisor."""
+def kill_with_children(worker: int) -> None:
+    """Kill a worker as Ray kills an actor: with its children, but not theirs."""
     for child in psutil.Process(worker).children():
-        with suppress(psutil.Error):  # it has ended
-            if match := re.search(r"offbeat-[0-9a-f]{32}", " ".join(child.cmdline())):
-                return match[0]
-    return None
+        child.kill()
+    os.kill(worker, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("moment", ["while it starts", "while a command runs"])
+def end_supervisor(name: str) -> None:
+    """End a supervisor and its processes as `scancel` does."""
+    [process] = [each for each in psutil.process_iter(["cmdline"]) if supervises(each.info["cmdline"] or (), name)]
+    for each in (*process.children(recursive=True), process):
+        with suppress(psutil.NoSuchProcess):
+            each.terminate()
+
+
+def supervises(command: Sequence[str], name: str) -> bool:
+    return command[:3] == ["/bin/sh", "-c", SUPERVISOR] and name in command
+
+
+@pytest.mark.parametrize(
+    "moment", ["while it starts", "while a command runs", "with its children", "by its supervisor"]
+)
 def test_a_killed_worker_leaves_no_container(moment: str):
-    worker = subprocess.Popen([sys.executable, "-c", WORKER, require_image()], stdout=subprocess.PIPE, text=True)
+    name = f"offbeat-{(identity := uuid.uuid4().hex)}"
+    command = [sys.executable, "-c", WORKER, require_image(), identity]
+    worker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        wait_until_sync(lambda: name_of(worker.pid) is not None, timeout_s=30)
-        name = name_of(worker.pid)
         wait_until_sync(lambda: name in names(), timeout_s=30)
-        if moment == "while a command runs":
+        if moment != "while it starts":
             assert worker.stdout is not None
             assert worker.stdout.readline() == "started\n"
+        if moment == "with its children":
+            kill_with_children(worker.pid)
+        if moment == "by its supervisor":
+            end_supervisor(name)
+            wait_until_sync(lambda: name not in names(), timeout_s=30)
     finally:
-        os.kill(worker.pid, signal.SIGKILL)
+        worker.kill()
         worker.communicate()
     wait_until_sync(lambda: name not in names(), timeout_s=30)
