@@ -42,6 +42,11 @@ READ_AHEAD_STEPS = 2
 """Batches of rows in flight."""
 
 
+def count_groups_ahead(pipeline: str, rollout_batch_size: int) -> int:
+    """Return the groups of a data pipeline in flight."""
+    return max(READ_AHEAD_STEPS * rollout_batch_size // GROUP_SIZES[pipeline], 1)
+
+
 class LearnerRunConfig(LearnerConfig):
     """A run's configuration for its learner."""
 
@@ -100,8 +105,8 @@ class LearnerRunConfig(LearnerConfig):
                 f"group_size {value.group_size}: a group of pipeline {info.data['pipeline']} is one row, of {size} "
                 "trajectories: leave it out"
             )
-        lookahead = READ_AHEAD_STEPS * info.data.get("rollout_batch_size", size) // size
-        num_groups = value.num_env_groups if "num_env_groups" in value.model_fields_set else max(lookahead, 1)
+        lookahead = count_groups_ahead(info.data["pipeline"], info.data.get("rollout_batch_size", size))
+        num_groups = value.num_env_groups if "num_env_groups" in value.model_fields_set else lookahead
         return value.model_copy(update={"group_size": size, "num_env_groups": num_groups})
 
     @field_validator("buffer")
