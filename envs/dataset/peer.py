@@ -23,6 +23,8 @@ from typing import Any
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_ITEMS = 100_000
 """Longest iteration over a remote object."""
+MAX_DIMENSIONS = 8
+"""Of the program's arrays."""
 SEQUENCES: dict[str, Any] = {"l": list, "t": tuple, "s": set, "f": frozenset, "q": collections.deque}
 ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor")
 FIELDS = {
@@ -114,6 +116,7 @@ class Peer:
         self.max_bytes = MAX_MESSAGE_BYTES
         """Length of the other side's messages, to one read."""
         self.takes_requests = True
+        """False: no request changes anything here, and arrays are lists, so that a comparison broadcasts nothing."""
         self.namespace: dict[str, Any] = {}
 
     def request(self, action: str, *args: Any, kwargs: dict[str, Any] | None = None) -> Any:
@@ -127,8 +130,9 @@ class Peer:
             if kind == "value":
                 return self.decode(body[0])
             if kind == "changed" and action == "call":
-                for argument, value in zip((*args, *(kwargs or {}).values()), self.decode(body[0]), strict=True):
-                    _assign(argument, value)
+                if self.takes_requests:
+                    for argument, value in zip((*args, *(kwargs or {}).values()), self.decode(body[0]), strict=True):
+                        _assign(argument, value)
                 return None
             if kind == "error":
                 raise _error_of(*body)
@@ -267,7 +271,10 @@ class Peer:
         if kind == "o":
             return _construct(content[0], [self.decode(field) for field in content[1:]])
         if kind == "n":
-            return _numpy_value(*content)
+            value = _numpy_value(*content)
+            if not self._exposes_all:
+                _check_shape(value.shape)
+            return value if self.takes_requests else value.tolist()
         return Remote(self, content) if kind == "handle" else self._objects[content]
 
 
@@ -284,6 +291,12 @@ def _numpy_value(dtype: str, shape: list[int], items: list[Any]) -> Any:
         raise TypeError(f"no numbers: {dtype}")
     array = importlib.import_module("numpy").array(items, dtype).reshape(shape)
     return array if shape else array[()]
+
+
+def _check_shape(shape: tuple[int, ...]) -> None:
+    """Raise ValueError for an array of more than its elements: of many lists, or equal to all that it is broadcast with."""
+    if len(shape) > MAX_DIMENSIONS or (len(shape) > 1 and 0 in shape):
+        raise ValueError(f"an array of the shape {shape}")
 
 
 def _assign(target: Any, value: Any) -> None:

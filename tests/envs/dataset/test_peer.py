@@ -71,6 +71,8 @@ def test_a_side_that_does_not_read_is_out_of_time():
         {"n": ["object", [], [1]]},
         {"n": ["V999999999", [], [1]]},
         {"n": ["int8", [1 << 40], [1]]},
+        {"n": ["int8", [-1, 1], []]},
+        {"n": ["int8", [1 << 40, 0], []]},
     ],
 )
 def test_values_that_are_not_plain_are_errors(value: object):

@@ -2,6 +2,7 @@
 
 import errno
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,42 @@ def test_a_program_changes_no_arguments_of_a_call_with_a_result():
     test = "xs = [2, 1]\nassert order(xs) == sorted(xs)"
     assert check_program("def order(xs): return sorted(xs)", test, LIMITS) == ""
     assert check_program("def order(xs): xs.clear(); return []", test, LIMITS) == "AssertionError"
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    "test", ["assert f() == [1, 2, 3, 4]", "assert f() == [[1], [2], [3], [4]]", CallTest("f", [], [[1, 2, 3, 4]])]
+)
+@pytest.mark.parametrize("shape", ["4", "4, 1"])
+def test_an_array_equals_a_list_of_its_shape(test: str | CallTest, shape: str):
+    is_right = ("[[" in str(test) and not isinstance(test, CallTest)) == (shape == "4, 1")
+    program = f"import numpy as np\ndef f(): return np.arange(1, 5).reshape({shape})"
+    assert check_program(program, test, LIMITS) == ("" if is_right else "AssertionError")
+
+
+@needs_sandbox
+@pytest.mark.parametrize("shape", ["(0, 1, 1)", "(0, 1)", "(1,) * 30"])
+@pytest.mark.parametrize("test", ["assert f() == [1, 2]", "import numpy as np\nassert (f() == np.ones((2, 2))).all()"])
+def test_an_array_equal_to_all_that_it_is_broadcast_with_passes_nothing(test: str, shape: str):
+    error = check_program(f"import numpy as np\ndef f(): return np.zeros({shape})", test, LIMITS)
+    assert "an array of the shape" in error
+
+
+@needs_sandbox
+def test_an_array_is_compared_in_memory_of_the_answer_s_length():
+    """Broadcast it would take 800 MB."""
+    program = "import numpy as np\ndef f(): return np.ones((40_000, 1), 'int8')"
+    tracemalloc.start()
+    assert check_program(program, CallTest("f", [], [[1] * 20_000]), LIMITS) == "AssertionError"
+    assert tracemalloc.get_traced_memory()[1] < 100e6
+    tracemalloc.stop()
+
+
+@needs_sandbox
+def test_a_program_changes_no_arguments_of_a_call_test():
+    arguments = [[2, 1]]
+    assert check_program("def order(xs): xs.sort()", CallTest("order", arguments, [None]), LIMITS) == ""
+    assert arguments == [[2, 1]]
 
 
 @needs_sandbox
