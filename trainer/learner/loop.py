@@ -144,6 +144,7 @@ class Learner:
         self._replay.load(checkpoint.path, self._intake.can_train)
         self._staleness.load(checkpoint.path, state.step)
         self._curriculum.load(checkpoint.path)
+        self._reporter.load(checkpoint.path, is_own=not self._is_new_lineage)
         self._loaded = state
         self._step = state.step
         self._next_number = state.next_number
@@ -345,9 +346,8 @@ class Learner:
         self._batch_log.flush()
         with self._devices.held():
             self._trainer.save(folder)
-        self._replay.save(folder)
-        self._staleness.save(folder)
-        self._curriculum.save(folder)
+        for part in (self._replay, self._staleness, self._curriculum, self._reporter):
+            part.save(folder)
 
     def _evaluate(self, when: When, *, greedy: bool, num_episodes: int) -> None:
         self._evaluate_loss(when)

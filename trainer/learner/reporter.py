@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 from redis import Redis
@@ -32,6 +33,8 @@ from offbeat.trainer.learner.step_groups import StepGroups
 from offbeat.trainer.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
+
+FILE = Path("state", "diagnosis.json")
 
 
 class StatusBoard(Protocol):
@@ -138,6 +141,16 @@ class LearnerReporter:
             learner_findings=encode_findings(findings),
             **trained,
         )
+
+    def save(self, folder: Path) -> None:
+        """Save the steps that the diagnosis reads."""
+        (folder / FILE).parent.mkdir(exist_ok=True)
+        (folder / FILE).write_text(json.dumps(self._steps))
+
+    def load(self, folder: Path, *, is_own: bool) -> None:
+        """Load a checkpoint's steps, unless it is another run's."""
+        if is_own and (folder / FILE).is_file():
+            self._steps = json.loads((folder / FILE).read_text())
 
     def _diagnose(self, values: Mapping[str, float]) -> list[RunFinding]:
         """Return current findings; warn of each once."""

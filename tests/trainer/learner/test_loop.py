@@ -24,6 +24,13 @@ def test_groups_train_once_in_stream_order_and_each_step_is_published(harness: L
     assert harness.board.fields["learner_step"] == "6"
 
 
+def test_a_checkpoint_has_the_steps_that_the_next_learner_diagnoses(harness: LearnerHarness) -> None:
+    learner, _ = harness.learner()
+    assert learner.run()
+    successor, _ = harness.learner()
+    assert [step["groups"] for step in successor._reporter._steps] == [2.0] * 6
+
+
 def test_old_groups_join_batches_and_are_accounted_for_once(harness: LearnerHarness) -> None:
     harness.config = learner_config(replay={"samples_per_insert": 2.0, "max_times_sampled": 2, "sampler": "fifo"})
     learner, trainer = harness.learner()

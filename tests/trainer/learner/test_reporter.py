@@ -1,5 +1,6 @@
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +37,25 @@ def test_a_finding_is_shown_while_it_holds_and_warned_of_once():
         reporter.record_step(step, GRADIENT)
     assert json.loads(board.fields["learner_findings"]) == []
     assert len(view.lines) == 1
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_learner_that_resumes_compares_with_the_first_step_of_its_run(tmp_path: Path, is_own: bool):
+    """Steps of another run's checkpoint are not this run's."""
+    before, collapsed = ({"actor/entropy": Partial("mean", entropy)} for entropy in (2.0, 0.05))
+    first, board = LearnerReporter(ListSink(), DictBoard()), DictBoard()
+    first.record_step(1, GRADIENT | before)
+    first.save(tmp_path)
+    successor = LearnerReporter(ListSink(), board)
+    successor.load(tmp_path, is_own=is_own)
+    for step in range(2, 40):
+        successor.record_step(step, GRADIENT | collapsed | {"groups_without_signal": Partial("sum", 6.0)})
+    names = [row["name"] for row in json.loads(board.fields["learner_findings"])]
+    assert names == (["entropy_collapse"] if is_own else [])
+
+
+def test_a_checkpoint_of_an_earlier_build_has_no_steps_to_compare_with(tmp_path: Path):
+    LearnerReporter(ListSink(), DictBoard()).load(tmp_path, is_own=True)
 
 
 def test_a_run_has_trained_once_a_step_had_a_gradient():
