@@ -77,7 +77,7 @@ class ReproductionPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class PlanSegment:
     """Steps that were trained under one configuration."""
 
     run: LearnerRun
@@ -140,20 +140,20 @@ def reproduce(
     return ReproductionResult(plan.start.state.step, plan.steps, tuple(compared), tuple(samples))
 
 
-def split_plan(run: LearnerRun, plan: ReproductionPlan) -> list[Segment]:
+def split_plan(run: LearnerRun, plan: ReproductionPlan) -> list[PlanSegment]:
     """Split the steps where the run was resumed with other keys, as its checkpoints say.
 
     Raises:
         ControlError: a checkpoint's configuration can't be read, or names a function that the run's does not.
     """
     configs = {step: _trained_config(run, checkpoint) for step, checkpoint in sorted(plan.checkpoints.items())}
-    segments: list[Segment] = []
+    segments: list[PlanSegment] = []
     for step in plan.steps:
         config = next((config for until, config in configs.items() if until >= step), run.config)
         if segments and segments[-1].run.config == config:
             segments[-1].steps.append(step)
         else:
-            segments.append(Segment(replace(run, config=config), plan.checkpoints.get(step - 1, plan.start), [step]))
+            segments.append(PlanSegment(replace(run, config=config), plan.checkpoints.get(step - 1, plan.start), [step]))
     return segments
 
 
@@ -175,7 +175,7 @@ def _trained_config(run: LearnerRun, checkpoint: Checkpoint) -> LearnerRunConfig
     return config.model_copy(update={"actor_train": train, "output_dir": here.output_dir, "pretrain": here.pretrain})
 
 
-def _load_trainer(segment: Segment, ranks: Ranks) -> PolicyTrainer:
+def _load_trainer(segment: PlanSegment, ranks: Ranks) -> PolicyTrainer:
     config, (path, state) = segment.run.config, (segment.start.path, segment.start.state)
     if state.num_processes != 1:
         raise ControlError(
