@@ -153,7 +153,9 @@ def split_plan(run: LearnerRun, plan: ReproductionPlan) -> list[PlanSegment]:
         if segments and segments[-1].run.config == config:
             segments[-1].steps.append(step)
         else:
-            segments.append(PlanSegment(replace(run, config=config), plan.checkpoints.get(step - 1, plan.start), [step]))
+            segments.append(
+                PlanSegment(replace(run, config=config), plan.checkpoints.get(step - 1, plan.start), [step])
+            )
     return segments
 
 
