@@ -8,11 +8,12 @@ from offbeat.envs.dataset.text_tables import spellings
 from offbeat.services.reward.function import require_truth
 from offbeat.services.reward.kinds.config import CrossThinkQAConfig
 from offbeat.services.reward.kinds.multiple_choice import CHOICE, read_letter
-from offbeat.services.reward.sample import RewardSample, final_text
+from offbeat.services.reward.sample import RewardSample, final_text, text_of
 
 TAGS = ("<think>", "</think>")
 OUTSIDE_FORMAT = {"loose": 1.0, "soft": 0.5, "strict": 0.0}
 MAX_ANSWER_CHARS = 2_000
+_OPTION = re.compile(r"(?<!\S)\(?([A-Za-z])[).:]\s+(?=\S)")
 _BOX = re.compile(r"\\boxed\s*\{")
 
 
@@ -25,7 +26,8 @@ class CrossThinkQA:
         truths = cast(Sequence[object], truth) if isinstance(truth, list | tuple) else [truth]
         golds = [text for each in truths for text in spellings(each)]
         answer = _answer(final_text(sample.response))
-        if answer is None or not any(_is_same(answer, gold) for gold in golds):
+        options = _options_of(sample) if any(map(_OPTION.match, golds)) else {}
+        if answer is None or not any(_is_same(answer, gold, options) for gold in golds):
             return 0.0
         return 1.0 if has_format(sample.response) else self._outside_format
 
@@ -51,9 +53,32 @@ def _answer(text: str) -> str | None:
     return (answer if boxed is None else boxed).strip()
 
 
-def _is_same(answer: str, gold: str) -> bool:
+def _options_of(sample: RewardSample) -> dict[str, str]:
+    """Return the prompt's last options, from A in order: letter -> what follows."""
+    options: dict[str, str] = {}
+    prompt = "\n".join(text_of(message.get("content")) for message in sample.prompt)
+    for match in _OPTION.finditer(prompt):
+        letter = match[1].upper()
+        if letter == "A":
+            options = {}
+        if letter == chr(ord("A") + len(options)):
+            options[letter] = prompt[match.end() : match.end() + MAX_ANSWER_CHARS]
+    return options
+
+
+def _choice_of(gold: str, options: dict[str, str]) -> str | None:
+    """Return a gold's letter; `B. text` is a choice if it is one of the prompt's options, as `E. coli` is a text else."""
+    if (letter := read_letter(gold, CHOICE)) is not None:
+        return letter
+    if (match := _OPTION.match(gold)) is None:
+        return None
+    letter = match[1].upper()
+    return letter if normalize(options.get(letter, "")).startswith(normalize(gold[match.end() :])) else None
+
+
+def _is_same(answer: str, gold: str, options: dict[str, str]) -> bool:
     if len(answer) > MAX_ANSWER_CHARS:
         return False
-    if (letter := read_letter(gold, CHOICE)) is not None:
+    if (letter := _choice_of(gold, options)) is not None:
         return read_letter(answer) == letter
     return normalize(answer) == normalize(gold)

@@ -1,7 +1,11 @@
+import asyncio
+
 import pytest
 
 from offbeat.services.reward.errors import Failure, RewardError
-from tests.services.reward.samples import score
+from offbeat.services.reward.factory import build_function
+from offbeat.services.reward.sample import RewardSample
+from tests.services.reward.samples import config_of, score, score_once
 
 GOOD = "<think>hm</think> <answer>The Moon.</answer>"
 UNFORMATTED = r"It is \boxed{moon}"
@@ -71,6 +75,39 @@ def test_choices_are_compared_by_their_letters(gold: str, answer: str, expected:
 def test_a_text_that_begins_with_an_initial_is_no_choice(gold: str, right: str, wrong: str):
     assert score("crossthink_qa", f"<answer>{right}</answer>", gold) == 1.0
     assert score("crossthink_qa", f"<answer>{wrong}</answer>", gold) == 0.0
+
+
+LINES = "Which?\nA. Rome\nB. Paris\nC. E. coli\nD. London\nAnswer by a letter."
+INLINE = "A) Rome (B) Paris C: E. coli D. London"
+OF_FIVE = "E. coli is what?\nA. one\nB. E. coli\nC. three\nD. four\nE. five"
+EARLIER = "A. Paris\nB. Rome\n\nNow: A. Rome\nB. Paris"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "gold", "answer", "expected"),
+    [
+        (LINES, "B. Paris", "B", 1.0),
+        (LINES, "B: Paris", "(B)", 1.0),
+        (LINES, "B. Paris", "A", 0.0),
+        (LINES, "D. London", "D) London", 1.0),
+        (INLINE, "B. Paris", "B", 1.0),
+        (EARLIER, "B. Paris", "B", 1.0),
+        (EARLIER, "B. Rome", "B", 0.0),
+        (LINES, "E. coli", "E", 0.0),
+        (LINES, "E. coli", "E coli", 1.0),
+        (INLINE, "E. coli", "E", 0.0),
+        (OF_FIVE, "E. coli", "E", 0.0),
+        (OF_FIVE, "E. coli", "e. coli", 1.0),
+        (OF_FIVE, "E. five", "E", 1.0),
+        ("", "B. Paris", "B", 0.0),
+    ],
+)
+def test_a_text_after_a_letter_is_the_choice_that_the_prompt_offers(
+    prompt: str, gold: str, answer: str, expected: float
+):
+    a_sample = RewardSample([{"role": "user", "content": prompt}], f"<answer>{answer}</answer>", ground_truth=gold)
+    function = build_function(config_of("crossthink_qa"))
+    assert asyncio.run(score_once(function, a_sample)) == expected
 
 
 def test_a_row_without_truth_fails():
