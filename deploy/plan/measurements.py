@@ -3,6 +3,7 @@
 A turn's time is fitted over the run's concurrency, training's time over tokens.
 """
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +31,21 @@ ANNOUNCE_S = 0.01
 WARM_UP_STEPS = 1
 STEP_PARTS = ("wait", "train", "publish")
 """Measured parts of a step's time."""
+MEASURED = {
+    "learner": frozenset(
+        (
+            "time/step_s",
+            *(f"time/{name}_s" for name in STEP_PARTS),
+            "tokens/computed",
+            "trajectories",
+            "groups",
+            "staleness",
+        )
+    ),
+    "rollout": frozenset(("playing", "turns", "generation_s", "env_s", "episodes", "episode_s", "cpu_s")),
+    "generation": frozenset(("load_s", "pause_s")),
+}
+"""Source -> its metrics that are read, beside those of dropped groups."""
 MIN_EPISODE_S = 1e-6
 """Of an episode whose logarithm is taken."""
 FITTED_TO = 4.0
@@ -90,11 +106,23 @@ def read_measures(folder: Path, config: RunConfig) -> Measured:
 
 
 def read_rows(path: Path) -> Iterator[MetricRow]:
-    """Yield a run's metric records, each once, without non-finite values."""
+    """Yield what is measured of a run's metric records, each once, without non-finite values.
+
+    A run of a day has millions of records.
+    """
+    known: dict[tuple[tuple[str, str], ...], dict[str, str]] = {}
     for record in read_records(path):
-        stored = current_names(record["source"], record["values"])
-        values = {name: value for name, value in stored.items() if value is not None}
-        yield MetricRow(record["time"], record["source"], values, record["step"], record["labels"])
+        source = sys.intern(record["source"])
+        measured = MEASURED.get(source, frozenset())
+        stored = current_names(source, record["values"])
+        values = {
+            sys.intern(name): value
+            for name, value in stored.items()
+            if value is not None and (name in measured or _is_drop(name))
+        }
+        if values:
+            labels = known.setdefault(tuple(record["labels"].items()), record["labels"])
+            yield MetricRow(record["time"], source, values, record["step"], labels)
 
 
 def measure(

@@ -1,5 +1,6 @@
 """Measures of runs whose truth is known."""
 
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -219,6 +220,25 @@ def test_a_run_folder_gives_metrics_and_batches(tmp_path: Path):
         half.write('{"time": 3.0, "sour')
     assert read_measures(folder, config).num_episodes == 6
     assert len(list(read_rows(folder / METRICS_FILE))) >= 18
+
+
+def test_of_the_records_of_a_long_run_only_what_is_measured_is_held(tmp_path: Path):
+    """A day of eight workers has 1.4 million records."""
+    file = MetricsFile(tmp_path / METRICS_FILE)
+    others = {f"env/metric_{i}": Partial("mean", 0.1 * i) for i in range(40)}
+    for number, row in enumerate([*step_rows(), *rollout_rows(counts=[4, 8] * 1000)], start=1):
+        values = others | {name: Partial("last", value) for name, value in row.values.items()}
+        file.write(f"{number}-0", MetricRecord(row.source, values, row.step, dict(row.labels), row.time))
+    file.close()
+    tracemalloc.start()
+    rows = list(read_rows(tmp_path / METRICS_FILE))
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert len(rows) == 6006
+    assert held < 700 * len(rows)
+    assert (
+        measure(rows, []).measures.turn_s == measure([*step_rows(), *rollout_rows([4, 8] * 1000)], []).measures.turn_s
+    )
 
 
 def test_a_folder_without_metrics_is_refused(tmp_path: Path):
