@@ -4,7 +4,6 @@ Invariants: complete lines never move; an append is one write. Lines that a repl
 once.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Iterator
@@ -54,15 +53,26 @@ class MetricsFile:
 
 def _newest_id(path: Path) -> str:
     ids = [str(row["id"]) for row in last_lines(path) if "id" in row]
-    return max(ids, key=lambda text: tuple(map(int, text.split("-"))), default="0")
+    return max(ids, key=id_order, default="0")
+
+
+def id_order(entry_id: str) -> tuple[int, ...]:
+    """Return the key by which records' ids are ordered."""
+    return tuple(map(int, entry_id.split("-")))
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    seen: set[bytes] = set()
+    newest = id_order("0")
     for line in read_lines(path, 0, 0):
-        if line.record is not None and line.digest not in seen:
-            seen.add(line.digest)
-            yield line.record
+        record = line.record
+        if record is None:
+            continue
+        if "id" in record:
+            order = id_order(str(record["id"]))
+            if order <= newest:  # as a writer appends in the order of ids, one that goes back repeats lines
+                continue
+            newest = order
+        yield record
 
 
 def read_metrics(path: Path) -> Iterator[tuple[str, MetricRecord]]:
@@ -88,7 +98,6 @@ class Line:
     """Next line's byte offset."""
     record: dict[str, Any] | None
     """None if invalid."""
-    digest: bytes = b""
 
 
 def read_lines(path: Path, number: int, offset: int) -> Iterator[Line]:
@@ -102,7 +111,7 @@ def read_lines(path: Path, number: int, offset: int) -> Iterator[Line]:
                 if not line.endswith(b"\n"):
                     return
                 number, offset = number + 1, offset + len(line)
-                yield Line(number, offset, _record(line), hashlib.blake2b(line, digest_size=16).digest())
+                yield Line(number, offset, _record(line))
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

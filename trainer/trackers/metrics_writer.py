@@ -19,7 +19,7 @@ from offbeat.services.errors import CodecError
 from offbeat.services.telemetry import MetricRecord, RedisMetrics
 from offbeat.services.threads import Follower
 from offbeat.trainer.trackers.base import LoggedSteps, Row, TrackedRun, Tracker, make_row
-from offbeat.trainer.trackers.metrics_file import METRICS_FILE, MetricsFile
+from offbeat.trainer.trackers.metrics_file import METRICS_FILE, MetricsFile, id_order
 from offbeat.trainer.trackers.registry import IN_LEARNER, arguments, find_tracker
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class MetricsWriter(Follower):
         with closing(MetricsFile(self._output_dir / METRICS_FILE)) as file:
             position = file.position
             # A write that was cut short has kept its first lines, which are not read again
-            self._send([each for each in self._unsent if _order(each[0]) <= _order(position)], trackers)
+            self._send([each for each in self._unsent if id_order(each[0]) <= id_order(position)], trackers)
             while True:
                 last_round = self._stop.is_set()
                 position, count = self._forward(file, trackers, position, None if last_round else BLOCK_MS)
@@ -125,10 +125,6 @@ class MetricsWriter(Follower):
         self._step = max(self._step, row.step)
         is_logged = record.source != "learner" or record.step is None or record.step in self._logged
         return row if is_logged else None
-
-
-def _order(entry_id: str) -> tuple[int, ...]:
-    return tuple(map(int, entry_id.split("-")))
 
 
 class _GuardedTracker:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,18 @@ def test_a_learner_that_wakes_after_its_replacement_repeats_no_record_for_reader
     stopped.flush()
     assert [row["step"] for row in read_records(path)] == [1, 2, 3]
     assert MetricsFile(path).position == "3-0"
+
+
+def test_a_long_file_is_read_in_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with path.open("w") as file:
+        file.writelines(f'{{"id": "{number}-0", "source": "rollout"}}\n' for number in range(1, 100_001))
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in read_records(path)) == 100_000
+        assert tracemalloc.get_traced_memory()[1] < 4_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_records_stay_in_the_stream_while_the_file_is_unwritable(
