@@ -12,6 +12,7 @@ import pandas as pd
 
 from offbeat.deploy.config.loader import compose_document
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.config.saving import to_saved_tree
 from offbeat.deploy.token_file import find_token, is_remote
 from offbeat.services.control.client import ControlClient
 from offbeat.services.control.console.schemas import (
@@ -198,7 +199,7 @@ class Client:
             return compose_document(Path(config), overrides, is_remote=is_remote(self.url))
         if overrides:
             raise ValueError("overrides are applied by load_config: create(load_config(path, overrides))")
-        return config.model_dump_json()
+        return json.dumps(to_saved_tree(config))
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()

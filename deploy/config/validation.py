@@ -8,6 +8,7 @@ from dataclasses import asdict
 from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.errors import ConfigError, RightsError
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.config.saving import to_saved_tree
 from offbeat.services.control.rights import UNRESTRICTED, Rights
 from offbeat.services.errors import EpisodeError
 from offbeat.services.rollout.child_process import ChildProcess
@@ -42,7 +43,7 @@ async def check_in_process(
             await child.start()
             await child.ask("ping", limit_s)
             limit_s = timeout_s
-            arguments = (config.model_dump_json(), json.dumps(asdict(rights)), stage.name)
+            arguments = (json.dumps(to_saved_tree(config)), json.dumps(asdict(rights)), stage.name)
             if refused := await child.ask("check_definitions", timeout_s, *arguments):
                 raise RightsError([ConfigIssue(*issue) for issue in refused])
             if models and (issues := await child.ask("check", timeout_s, arguments[0], cores, nodes, stage.name)):

@@ -12,6 +12,7 @@ from offbeat.deploy.config.rights import check_definitions
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.control.rights import Rights
 from offbeat.services.rollout.child_main import serve
+from offbeat.trainer.config.aliases import canonical_json
 from offbeat.trainer.config.issue import ConfigIssue
 
 Issue = tuple[str, str, str | None]
@@ -26,13 +27,17 @@ def _observer(stage_file: str) -> OnStep:
     return note
 
 
+def _read(text: str) -> RunConfig:
+    return RunConfig.model_validate_json(canonical_json(text))
+
+
 def _definitions(text: str, rights_text: str, stage_file: str) -> list[Issue]:
     rights = Rights(**{name: value and tuple(value) for name, value in json.loads(rights_text).items()})
-    return _plain(check_definitions(RunConfig.model_validate_json(text), rights, _observer(stage_file)))
+    return _plain(check_definitions(_read(text), rights, _observer(stage_file)))
 
 
 def _check(text: str, cores: float | None, nodes: list[list[Any]] | None, stage_file: str) -> list[Issue]:
-    config = RunConfig.model_validate_json(text)
+    config = _read(text)
     cluster = None if nodes is None else [ClusterNode(*node) for node in nodes]
     return _plain(check_run(config, cores=cores, nodes=cluster, on_step=_observer(stage_file), trial=False))
 

@@ -7,6 +7,7 @@ import pytest
 
 from offbeat.deploy.config.checks.unused import check_unused
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.config.saving import to_saved_tree
 
 Settings = dict[str, Any]
 
@@ -298,6 +299,12 @@ def test_keys_that_another_key_switches_off_are_refused(settings: Settings, path
     assert list(found) == [path]
     assert says in found[path]
     assert issues(fitting) == {}
+
+
+@pytest.mark.parametrize("limits", [tokens("actor_infer", 32), tokens("val_env_manager", 32)])
+def test_an_implied_limit_of_a_tags_answers_is_cut_silently(limits: Settings):
+    assert issues(LAKE | limits) == {}
+    assert issues(to_saved_tree(RunConfig.model_validate_json(json.dumps(LAKE | limits)))) == {}
 
 
 @pytest.mark.parametrize("settings", [LAKE, SFT, VALIDATED_SFT, RLVR, VALIDATED_RLVR, answer()])
