@@ -24,6 +24,8 @@ class CollectedSpan:
     links: list[tuple[str, str, dict[str, Any]]]
     """Trace id, span id, attributes."""
     is_error: bool
+    message: str
+    """Of its status."""
     resource: dict[str, Any]
 
 
@@ -82,6 +84,7 @@ def _collected(span: Any, resource: dict[str, Any]) -> CollectedSpan:
         attributes=_attributes(span.attributes),
         links=[(link.trace_id.hex(), link.span_id.hex(), _attributes(link.attributes)) for link in span.links],
         is_error=span.status.code == span.status.STATUS_CODE_ERROR,
+        message=span.status.message,
         resource=resource,
     )
 

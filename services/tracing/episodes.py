@@ -113,7 +113,7 @@ def _ended(span: Span) -> Iterator[None]:
         yield
     except BaseException as error:
         span.set_attribute("error.type", error.reason if isinstance(error, EpisodeError) else type(error).__name__)
-        span.set_status(Status(StatusCode.ERROR, str(error)))
+        span.set_status(Status(StatusCode.ERROR))  # without its text, which may quote an answer
         raise
     finally:
         span.end()

@@ -136,6 +136,17 @@ async def test_a_failed_episode_ends_its_spans_with_the_reason(bench, collector:
     assert [span.is_error for span in collector.named("rl.environment.step")] == [False, True]
 
 
+def test_an_error_that_quotes_an_answer_leaves_it_out_of_spans(collector: Collector):
+    telemetry = TelemetryConfig(otlp_endpoint=collector.endpoint, sample_rate=1.0)
+    tracer = open_episode_tracer(telemetry, run_id="run", run_uid="u", worker_id="w")
+    episode = tracer.episode(train_episode(0), "Shop", Sampling(), has_tools=False)
+    with pytest.raises(ValueError, match="bad action"), episode as spans, spans.step():
+        raise ValueError("bad action 'my answer'")
+    tracer.close()
+    assert [(span.is_error, span.attributes["error.type"]) for span in collector.spans] == [(True, "ValueError")] * 2
+    assert not any("my answer" in str(span) for span in collector.spans)
+
+
 def test_a_step_of_an_env_with_functions_is_a_tool_call(collector: Collector):
     telemetry = TelemetryConfig(otlp_endpoint=collector.endpoint, sample_rate=1.0)
     tracer = open_episode_tracer(telemetry, run_id="run", run_uid="u", worker_id="w")
