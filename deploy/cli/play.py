@@ -256,6 +256,10 @@ def _rollout(config: Any, order: Any, agent: str | None, temperature: float | No
 
         rollouts = asyncio.run(collect(config, order, agent, show, needs_messages=out.suffix == ".jsonl"))
     played, chat = rollouts.result, rollouts.chat
+    if not played.trajectories:
+        _print_summary(played, order)
+        typer.echo(f"no episode was played: {out} was not written", err=True)
+        raise typer.Exit(1)
     if out.suffix == ".jsonl":
         with _writing("--out", out):
             num_rows = write_conversations(out, played.trajectories, per, stepwise_tags(config))

@@ -217,6 +217,26 @@ def test_an_error_of_an_env_costs_one_random_episode(
     assert rewards.count(-1.0) == (2 if num_rows == 8 else 0)
 
 
+@pytest.mark.parametrize("name", ["out.parquet", "out.jsonl"])
+def test_a_rollout_without_an_episode_fails_and_leaves_an_earlier_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "broken_env.py").write_text(FLAKY.replace("Flaky.steps % 3 == 0", "True"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run, out = tmp_path / "run.yaml", tmp_path / name
+    run.write_text(
+        f"exp_name: own\noutput_dir: {tmp_path / 'runs'}\n"
+        "custom_envs: {F: {env_type: 'broken_env:Flaky', max_steps: 1, max_tokens_per_step: 2}}\n"
+        "train_env_manager: {num_env_groups: 4, group_size: 2}\nrollout_batch_size: 8\nmax_steps: 10\n"
+    )
+    out.write_text("earlier")
+    done = offbeat("rollout", run, "--agent", "random", "--episodes", 2, "--out", out)
+    assert done.exit_code == 1, done.output
+    assert "2 episodes could not be played: step_error: KeyError: 'boom'" in done.output
+    assert f"no episode was played: {out} was not written" in done.output
+    assert out.read_text() == "earlier"
+
+
 @pytest.mark.parametrize("split", ["held_out", "train"])
 def test_messages_with_calls_of_functions_are_no_training_data(tmp_path: Path, split: str):
     """The policy reads and writes them in its template's format, which a row of messages can not say."""
