@@ -208,11 +208,12 @@ def _longest_answer(tree: Tree) -> int:
 
 
 def _answer(key: Key) -> Outcome | None:
-    """Take the least of the limits on a turn's tokens, as ROLL does."""
-    managers = [get_table(key.tree, f"{name}.generating_args") for name in ("train_env_manager", "val_env_manager")]
-    samplings = [_engine_args(key.tree)] if _engine_args(key.tree) else managers
+    """Take the least of the limits on a turn's tokens, as ROLL does, of the managers that play the tag."""
+    managers = [get_table(key.tree, name) for name in ("train_env_manager", "val_env_manager")]
+    playing = [each for each in managers if not each.get("tags") or key.path[1] in each["tags"]]
+    samplings = [_engine_args(key.tree) or get_table(each, "generating_args") for each in playing]
     limits = [args.get("max_new_tokens") or MAX_NEW_TOKENS for args in samplings]
-    if not all(isinstance(limit, int) for limit in (key.value, *limits)) or key.value <= max(limits):
+    if not limits or not all(isinstance(limit, int) for limit in (key.value, *limits)) or key.value <= max(limits):
         return None
     return Outcome("value", key.path, max(limits), "generating_args.max_new_tokens, which is less")
 
@@ -279,6 +280,9 @@ def agentic_defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
             yield f"{args}.{name}", f"{args}.{name}", value
     if get(tree, "train_env_manager.generating_args.max_new_tokens") is None or _engine_args(tree):
         yield f"{args}.max_new_tokens", f"{args}.max_new_tokens", _longest_answer(tree)
+    else:  # which evaluation takes here
+        val = "val_env_manager.generating_args.max_new_tokens"
+        yield val, val, _longest_answer(tree)
     yield from evaluation_sampling(_engine_args(tree) or get_table(tree, "val_env_manager.generating_args"))
     for name, value in (("num_env_groups", 128), ("group_size", 1)):
         yield f"train_env_manager.{name}", f"train_env_manager.{name}", value

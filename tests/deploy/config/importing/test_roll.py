@@ -8,6 +8,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from offbeat.deploy.config.checks.unused import check_unused
 from offbeat.deploy.config.importing.fitting import check_imported
 from offbeat.deploy.config.importing.report import Imported
 from offbeat.deploy.config.importing.roll import import_roll
@@ -114,6 +115,25 @@ def test_an_answer_ends_at_the_least_limit(limit: int | None, expected: int, tmp
     assert imported.tree["custom_envs"]["FrozenLake"]["max_tokens_per_step"] == expected
     trial = make_trial(imported.tree)
     assert check_imported(trial) == []
+
+
+@pytest.mark.parametrize(("train", "val", "answers"), [(32, None, (64, 64)), (128, 32, (64, 32)), (32, 128, (64, 64))])
+def test_an_answer_ends_at_the_limits_of_managers_that_play_it(
+    train: int, val: int | None, answers: tuple[int, int], tmp_path: Path
+):
+    """Training and evaluation play FrozenLake, evaluation alone Sokoban."""
+    tree = yaml.safe_load(FROZEN_LAKE.read_text())
+    managers = {name: tree[name] for name in ("train_env_manager", "val_env_manager")}
+    for manager, limit in zip(managers.values(), (train, val), strict=True):
+        others = {name: value for name, value in manager["generating_args"].items() if name != "max_new_tokens"}
+        manager["generating_args"] = others | ({} if limit is None else {"max_new_tokens": limit})
+    imported = import_roll(write_variant(tmp_path, yaml.safe_dump(managers)))
+    config = validate_tree(imported.tree)
+    envs = config.custom_envs
+    assert (envs["FrozenLake"].max_tokens_per_step, envs["SimpleSokoban"].max_tokens_per_step) == answers
+    evaluation = config.val_env_manager.generating_args.for_evaluation(config.actor_infer.generating_args)
+    assert (config.actor_infer.generating_args.max_new_tokens, evaluation.max_new_tokens) == (train, val or 64)
+    assert list(check_unused(config)) == []
 
 
 def test_the_policys_backend_timeout_is_that_of_all_roles(tmp_path: Path):
