@@ -48,6 +48,8 @@ MEASURED = {
 """Source -> its metrics that are read, beside those of dropped groups."""
 MIN_EPISODE_S = 1e-6
 """Of an episode whose logarithm is taken."""
+REPORTED_S = 2
+"""Seconds for which a report counts; they come every second."""
 FITTED_TO = 4.0
 """Factor beyond the highest measured concurrency for the fitted line."""
 
@@ -93,13 +95,13 @@ def read_measures(folder: Path, config: RunConfig) -> Measured:
         raise PlanError(f"{path} can't be read: {error.strerror}") from error
     batches, notes = read_batches(folder, config)
     groups = [group.trajectories for batch in batches for group in batch.groups]
-    num_workers = config.rollout.num_workers
-    steps = limits_of(config).env_steps(num_workers)
+    num_workers = mean_reporting(rows, "rollout", "worker", default=config.rollout.num_workers)
+    steps = limits_of(config).env_steps(config.rollout.num_workers)
     measured = measure(
         rows,
         groups,
         num_replicas=config.actor_infer.num_replicas,
-        env_steps=steps and steps * num_workers,
+        env_steps=steps and round(steps * num_workers),
         where=str(folder),
     )
     return replace(measured, notes=(*notes, *measured.notes))
@@ -120,7 +122,7 @@ def read_rows(path: Path) -> Iterator[MetricRow]:
             for name, value in stored.items()
             if value is not None and (name in measured or _is_drop(name))
         }
-        if values:
+        if values or source == "generation":  # whose replicas are counted
             labels = known.setdefault(tuple(record["labels"].items()), record["labels"])
             yield MetricRow(record["time"], source, values, record["step"], labels)
 
@@ -133,7 +135,10 @@ def measure(
     env_steps: int | None = None,
     where: str = "the run",
 ) -> Measured:
-    """Measure a run; raises `PlanError` without steps or episodes. env_steps: of the run, at once; None: unlimited."""
+    """Measure a run; raises `PlanError` without steps or episodes.
+
+    num_replicas: where the rows have no engine's records. env_steps: of the run, at once; None: unlimited.
+    """
     steps = sorted((row for row in rows if row.source == "learner" and "time/step_s" in row.values), key=_by_time)
     played = [row for row in rows if row.source == "rollout" and row.labels.get("kind", "train") == "train"]
     if len(steps) < WARM_UP_STEPS + 2:
@@ -283,7 +288,8 @@ def _fit_turns(played: Sequence[MetricRow], rows: Sequence[MetricRow], num_repli
     turns = np.array([row.values["turns"] for row in kept])
     times = np.array([row.values["generation_s"] for row in kept])
     both = times + np.array([row.values.get("env_s", 0.0) for row in kept])
-    episodes = np.array([playing.get(int(row.time), 0.0) / num_replicas for row in kept])
+    replicas = _count_reporting(rows, "generation", "replica")
+    episodes = np.array([playing.get(int(row.time), 0.0) / replicas.get(int(row.time), num_replicas) for row in kept])
     counts = episodes * times / np.maximum(both, 1e-9)
     mean_s, mean_count = float(np.average(times, weights=turns)), float(np.average(counts, weights=turns))
     variation = _covariance(episodes, counts, turns)
@@ -293,6 +299,27 @@ def _fit_turns(played: Sequence[MetricRow], rows: Sequence[MetricRow], num_repli
     if slope_s * highest < 0.01 * mean_s:
         return TurnTimes(((1.0, mean_s),)), mean_s
     return TurnTimes(((1.0, fixed_s + slope_s), (highest, fixed_s + slope_s * highest))), mean_s
+
+
+def mean_reporting(rows: Iterable[MetricRow], source: str, label: str, *, default: int) -> float:
+    """Return the mean number of components; `default`, that of the configuration, without records.
+
+    Live settings change it.
+    """
+    counts = _count_reporting(rows, source, label)
+    return fmean(counts.values()) if counts else default
+
+
+def _count_reporting(rows: Iterable[MetricRow], source: str, label: str) -> dict[int, int]:
+    """Return second -> components that reported in it or shortly before."""
+    bits: dict[str, int] = {}
+    seen: dict[int, int] = defaultdict(int)
+    for row in rows:
+        if row.source == source and label in row.labels:
+            bit = bits.setdefault(row.labels[label], 1 << len(bits))
+            for second in range(int(row.time), int(row.time) + REPORTED_S):
+                seen[second] |= bit
+    return {second: each.bit_count() for second, each in seen.items()}
 
 
 def _worker_s(rows: Sequence[MetricRow]) -> float:

@@ -12,6 +12,7 @@ from offbeat.deploy.plan.measurements import (
     MetricRow,
     PlanError,
     intraclass_correlation_of,
+    mean_reporting,
     measure,
     read_batches,
     read_measures,
@@ -239,6 +240,29 @@ def test_of_the_records_of_a_long_run_only_what_is_measured_is_held(tmp_path: Pa
     assert (
         measure(rows, []).measures.turn_s == measure([*step_rows(), *rollout_rows([4, 8] * 1000)], []).measures.turn_s
     )
+
+
+def test_engines_that_were_added_while_the_run_trained_are_counted_as_they_reported():
+    """One engine and four have the same turns at once each; the configuration says one, as it began."""
+    few, many = rollout_rows((4, 8, 16, 32)), rollout_rows((4, 8, 16, 32))
+    many = [replace(row, time=row.time + 10.0) for row in many]
+    many = [
+        replace(row, values={**row.values, "playing": 4 * row.values["playing"]}) if "playing" in row.values else row
+        for row in many
+    ]
+    engines = [(2.5 + second, name) for second in range(10) for name in ("a",)]
+    engines += [(12.5 + second, name) for second in range(10) for name in "abcd"]
+    reports = [MetricRow(time, "generation", {}, labels={"replica": name}) for time, name in engines]
+    alone = measure([*step_rows(), *few], []).measures.turn_s
+    both = measure([*step_rows(), *few, *many, *reports], [], num_replicas=1).measures.turn_s
+    assert both.seconds(8.0) == pytest.approx(alone.seconds(8.0))
+    assert both.seconds(32.0) == pytest.approx(alone.seconds(32.0))
+
+
+def test_the_threads_of_workers_that_were_added_are_counted():
+    reports = [MetricRow(3.5 + second, "rollout", {}, labels={"worker": name}) for second in range(9) for name in "ab"]
+    assert mean_reporting(reports, "rollout", "worker", default=1) == pytest.approx(2.0)
+    assert mean_reporting([], "rollout", "worker", default=3) == 3
 
 
 def test_a_folder_without_metrics_is_refused(tmp_path: Path):
