@@ -314,10 +314,14 @@ class FakeTrainer:
         self.moments.pass_by("save", lambda: None)
         (folder / "weights.json").write_text(json.dumps(self.history))
 
-    def load(self, folder: Path, kl_coef: float) -> None:
+    def load(
+        self, folder: Path, kl_coef: float, progress: Callable[..., None], should_stop: Callable[[], bool]
+    ) -> bool:
+        del progress, should_stop
         rows = json.loads((folder / "weights.json").read_text())
         self.history = [(step, tuple(numbers)) for step, numbers in rows]
         self.kl_coef = kl_coef
+        return True
 
 
 @dataclass

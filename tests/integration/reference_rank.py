@@ -1,4 +1,6 @@
-"""One rank of a learner whose reference scores two files of rows: rank 0 is stopped after the first, then begins again."""
+"""One rank of a learner whose reference scores two files of rows: rank 0 is stopped after the first, then begins again, and
+resumes alike once the rows have changed.
+"""
 
 import json
 import os
@@ -23,7 +25,7 @@ SMALL = ("tiny.num_hidden_layers=1", "eval_steps=0", "data.val_dataset_name=null
 
 
 def main(folder: Path) -> None:
-    """Write what `begin` returned, and the progress that it showed."""
+    """Write what `begin` and `load` returned, and the progress that they showed."""
     torch.set_num_threads(1)
     ranks = ranks_of_environment("cpu")
     files = (f"output_dir={folder / f'rank-{ranks.rank}'}", f"data.dataset_name={folder / 'pairs.jsonl'}")
@@ -35,12 +37,25 @@ def main(folder: Path) -> None:
             follow_rank_zero(trainer, ranks, config)
             return
         shown: list[tuple[int, int]] = []
+        resumed: list[tuple[int, int]] = []
+        checkpoint = folder / "checkpoint"
         with lead(trainer, ranks) as leader:
             begun = [
                 leader.begin(lambda *progress: shown.append(progress), should_stop)
                 for should_stop in (lambda: bool(shown), lambda: False)
             ]
-        (folder / "shown.json").write_text(json.dumps([begun, shown]))
+            (checkpoint / "state").mkdir(parents=True)
+            leader.save(checkpoint)
+            write_rows(folder, {**PAIR, "chosen": "b b"})
+            loaded = [
+                leader.load(checkpoint, 0.0, lambda *progress: resumed.append(progress), should_stop)
+                for should_stop in (lambda: bool(resumed), lambda: False)
+            ]
+        (folder / "shown.json").write_text(json.dumps([begun, shown, loaded, resumed]))
+
+
+def write_rows(folder: Path, row: dict[str, str]) -> None:
+    (folder / "pairs.jsonl").write_text((json.dumps(row) + "\n") * NUM_ROWS)
 
 
 if __name__ == "__main__":

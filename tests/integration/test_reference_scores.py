@@ -10,15 +10,15 @@ import pytest
 
 from offbeat.services.process import free_port
 from offbeat.trainer.training.score_files import ROWS_PER_FILE
-from tests.integration.reference_rank import NUM_ROWS, PAIR
+from tests.integration.reference_rank import NUM_ROWS, PAIR, write_rows
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.slow
 
 
 def test_a_stop_ends_the_scoring_of_rows_on_all_ranks(tmp_path: Path) -> None:
-    """What was written is not scored again."""
-    (tmp_path / "pairs.jsonl").write_text((json.dumps(PAIR) + "\n") * NUM_ROWS)
+    """What was written is not scored again, neither at a start nor at a resume."""
+    write_rows(tmp_path, PAIR)
     script = Path(__file__).with_name("reference_rank.py")
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     running = [
@@ -28,7 +28,11 @@ def test_a_stop_ends_the_scoring_of_rows_on_all_ranks(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    assert [process.wait(timeout=240) for process in running] == [0, 0]
-    begun, shown = json.loads((tmp_path / "shown.json").read_text())
-    assert (begun, shown) == ([False, True], [[ROWS_PER_FILE, NUM_ROWS], [NUM_ROWS, NUM_ROWS]])
+    try:
+        assert [process.wait(timeout=240) for process in running] == [0, 0]
+    finally:
+        for process in running:
+            process.kill()
+    results = json.loads((tmp_path / "shown.json").read_text())
+    assert results == 2 * [[False, True], [[ROWS_PER_FILE, NUM_ROWS], [NUM_ROWS, NUM_ROWS]]]
     assert len(list(tmp_path.rglob("*.scores/*/rows-*.safetensors"))) == 2

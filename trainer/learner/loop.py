@@ -133,14 +133,13 @@ class Learner:
         is_local = newest is not None and newest.is_dir()
         return newest if is_local or self._uploads is None else self._uploads.newest_url or newest
 
-    def resume(self, checkpoint: Checkpoint) -> None:
-        """Load a checkpoint; `run` acknowledges its groups again."""
+    def resume(self, checkpoint: Checkpoint, progress: Callable[[int, int], None] = lambda *_: None) -> bool:
+        """Load a checkpoint; return False if stopped. `run` acknowledges its groups again."""
         state = checkpoint.state
         if self._config.resume_from_checkpoint is True:
             self._lineage = state.lineage  # differs from the run's if it was resumed from an earlier step before
         elif state.lineage != self._lineage:
             self._is_new_lineage = True
-        self._trainer.load(checkpoint.path, state.kl_coef)
         self._replay.load(checkpoint.path, self._intake.can_train)
         self._staleness.load(checkpoint.path, state.step)
         self._curriculum.load(checkpoint.path)
@@ -150,6 +149,7 @@ class Learner:
         self._next_number = state.next_number
         self._checkpointer.resume_from(checkpoint)
         logger.info("resuming from %s", checkpoint.path)
+        return self._trainer.load(checkpoint.path, state.kl_coef, progress, self._should_stop)
 
     def save_start(self) -> None:
         """Save the first weights, for restarts."""

@@ -256,7 +256,8 @@ class LearnerProcess:
             )
             resumed_step = 0
             if checkpoint is not None:
-                self._resume(learner, checkpoint, ranks)
+                if not self._resume(learner, checkpoint, ranks):
+                    return LearnerResult(interrupted=self._stop.is_set())
                 resumed_step = checkpoint.state.step
             elif not self._begin(trainer, learner, buffer.counters().trained):
                 return LearnerResult(interrupted=self._stop.is_set())
@@ -280,7 +281,7 @@ class LearnerProcess:
         finally:
             publisher.close()
 
-    def _resume(self, learner: Learner, checkpoint: Checkpoint, ranks: Ranks) -> None:
+    def _resume(self, learner: Learner, checkpoint: Checkpoint, ranks: Ranks) -> bool:
         self._view.print(f"Resuming from step {checkpoint.state.step}: {checkpoint.path}")
         state, train = checkpoint.state, self._run.config.actor_train
         zero = train.strategy_args.strategy_name == "deepspeed_train"
@@ -298,8 +299,9 @@ class LearnerProcess:
                 f"be redistributed to {number}: set critic.num_processes to {written_by}"
             )
         with _as_control_error(f"{checkpoint.path} can't be loaded"):
-            learner.resume(checkpoint)
+            is_resumed = learner.resume(checkpoint, self._show_scoring)
         self._startup.lap("resume")
+        return is_resumed
 
     def _begin(self, trainer: Trainer, learner: Learner, groups_trained: int) -> bool:
         if groups_trained:
@@ -310,7 +312,7 @@ class LearnerProcess:
         warm = self._run.config.warm_start is not None
         self._reporter.set_phase("warming up" if warm else "preparing the first weights")
         with _as_control_error("the first weights can't be created"):
-            begun = trainer.begin(self._show_preparation, self._should_stop)
+            begun = trainer.begin(self._show_warm_start if warm else self._show_scoring, self._should_stop)
         if not begun:
             return False
         self._startup.lap("warm_start")
@@ -325,9 +327,11 @@ class LearnerProcess:
         write.epoch = epoch
         write("SET", start_key(self._run.run_id), self._run.lineage)
 
-    def _show_preparation(self, done: int, total: int) -> None:
-        warm = self._run.config.warm_start is not None
-        self._reporter.set_phase(f"{'warming up' if warm else 'scoring rows by the reference'} {done}/{total}")
+    def _show_warm_start(self, done: int, total: int) -> None:
+        self._reporter.set_phase(f"warming up {done}/{total}")
+
+    def _show_scoring(self, done: int, total: int) -> None:
+        self._reporter.set_phase(f"scoring rows by the reference {done}/{total}")
 
     def _build_learner(
         self,

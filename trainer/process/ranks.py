@@ -40,8 +40,7 @@ class RankZeroTrainer:
     def begin(self, progress: Progress, should_stop: Callable[[], bool]) -> bool:
         """Broadcast `should_stop`, so that ranks stop together."""
         self._broadcast("begin")
-        ranks = self._ranks
-        return self._trainer.begin(progress, lambda: broadcast(ranks, STOP if should_stop() else CONTINUE) == STOP)
+        return self._trainer.begin(progress, self._shared(should_stop))
 
     def set_learning_rate(self, learning_rate: float) -> None:
         self._broadcast("set_learning_rate", learning_rate)
@@ -71,12 +70,16 @@ class RankZeroTrainer:
         self._broadcast("save", str(folder))
         self._trainer.save(folder)
 
-    def load(self, folder: Path, kl_coef: float) -> None:
+    def load(self, folder: Path, kl_coef: float, progress: Progress, should_stop: Callable[[], bool]) -> bool:
+        """Broadcast `should_stop`, as in `begin`."""
         self._broadcast("load", str(folder), kl_coef)
-        self._trainer.load(folder, kl_coef)
+        return self._trainer.load(folder, kl_coef, progress, self._shared(should_stop))
 
     def stop_followers(self) -> None:
         self._broadcast("stop")
+
+    def _shared(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
+        return lambda: broadcast(self._ranks, STOP if should_stop() else CONTINUE) == STOP
 
     def _broadcast(self, *command: object) -> None:
         broadcast(self._ranks, cast(bytes, msgpack.packb(command)))
@@ -99,7 +102,7 @@ def follow_rank_zero(trainer: Trainer, ranks: Ranks, config: AlgorithmConfig) ->
         name, *arguments = cast(list[Any], msgpack.unpackb(broadcast(ranks)))
         match name:
             case "begin":
-                trainer.begin(lambda _done, _total: None, lambda: broadcast(ranks) == STOP)
+                trainer.begin(_show_nothing, lambda: broadcast(ranks) == STOP)
             case "set_learning_rate":
                 trainer.set_learning_rate(arguments[0])
             case "train":
@@ -116,6 +119,10 @@ def follow_rank_zero(trainer: Trainer, ranks: Ranks, config: AlgorithmConfig) ->
             case "save":
                 trainer.save(Path(arguments[0]))
             case "load":
-                trainer.load(Path(arguments[0]), arguments[1])
+                trainer.load(Path(arguments[0]), arguments[1], _show_nothing, lambda: broadcast(ranks) == STOP)
             case _:
                 return
+
+
+def _show_nothing(_done: int, _total: int) -> None:
+    """Leave progress to rank 0."""

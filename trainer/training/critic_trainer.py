@@ -57,11 +57,12 @@ class CriticTrainer:
         self._engine = self._build()
         return True
 
-    def load(self, folder: Path, kl_coef: float) -> None:
-        del kl_coef
+    def load(self, folder: Path, kl_coef: float, progress: Progress, should_stop: Callable[[], bool]) -> bool:
+        del kl_coef, progress, should_stop
         barrier(self._ranks)  # the first weights may come from the checkpoint's run
         self._engine = self._build()
         self._engine.load(folder / CRITIC_STATE)
+        return True
 
     def train(self, batch: StepBatch) -> Gauges:
         """Train; the gauges go to the policy's rank 0."""

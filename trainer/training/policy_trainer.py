@@ -113,15 +113,22 @@ class PolicyTrainer:
             broadcast(self._ranks, READY)
         return self._build_companions(progress, should_stop)
 
-    def load(self, folder: Path, kl_coef: float) -> None:
-        """Restore a checkpoint.
+    def load(
+        self,
+        folder: Path,
+        kl_coef: float,
+        progress: Progress = lambda *_: None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """Restore a checkpoint; return False if stopped.
 
         Raises:
             RuntimeError, OSError: another model or set-up, or missing first weights.
         """
         self._find_start(folder)
         barrier(self._ranks)
-        self._build_companions()
+        if not self._build_companions(progress, should_stop):
+            return False
         self._batches.load_state_dict(json.loads((folder / ALGORITHM).read_text()))
         self._policy.load(folder / "state" / "policy")
         if self._uses_adapters and _is_based_on_start(folder):
@@ -136,6 +143,7 @@ class PolicyTrainer:
             if "cuda" in states and self._ranks.device.type == "cuda":
                 torch.cuda.set_rng_state(states["cuda"])
         self._batches.kl.resume(kl_coef)
+        return True
 
     def set_learning_rate(self, learning_rate: float) -> None:
         self._batches.learning_rate = learning_rate
@@ -203,9 +211,7 @@ class PolicyTrainer:
         """Return whether the reference is the warm-started policy."""
         return self._config.needs_reference and self._config.reference.model_args.model_name_or_path is None
 
-    def _build_companions(
-        self, progress: Progress = lambda *_: None, should_stop: Callable[[], bool] = lambda: False
-    ) -> bool:
+    def _build_companions(self, progress: Progress, should_stop: Callable[[], bool]) -> bool:
         """Return False if stopped."""
         folder, keys = self._run.first_weights, score_keys(self._run)
         is_precomputed = self._config.reads_data and self._config.dpo.precompute_ref_log_probs

@@ -18,8 +18,8 @@ class Trainer(Protocol):
         """Create the first weights; return False if stopped."""
         ...
 
-    def load(self, folder: Path, kl_coef: float) -> None:
-        """Restore a checkpoint, instead of `begin`."""
+    def load(self, folder: Path, kl_coef: float, progress: Progress, should_stop: Callable[[], bool]) -> bool:
+        """Restore a checkpoint, instead of `begin`; return False if stopped."""
         ...
 
     def set_learning_rate(self, learning_rate: float) -> None:
