@@ -148,11 +148,18 @@ class RedisMetrics:
     def read(
         self, after: str = "0", *, block_ms: int | None = None, count: int = 1000
     ) -> Iterator[tuple[str, MetricRecord]]:
-        """Yield (id, record) after `after`, waiting up to `block_ms` for the first."""
+        """Yield (id, record) after `after`, waiting up to `block_ms` for the first. Raises `CodecError`."""
+        for entry_id, encoded in self.read_encoded(after, block_ms=block_ms, count=count):
+            yield entry_id, decode_record(encoded)
+
+    def read_encoded(
+        self, after: str = "0", *, block_ms: int | None = None, count: int = 1000
+    ) -> Iterator[tuple[str, bytes]]:
+        """Yield (id, encoded record), as `read`."""
         streams = cast(list[Any], self._redis.xread({self._key: after}, count=count, block=block_ms) or [])
         for _, entries in streams:
             for entry_id, fields in entries:
-                yield entry_id.decode(), decode_record(fields[b"r"])
+                yield entry_id.decode(), fields[b"r"]
 
 
 class AsyncRedisMetrics:

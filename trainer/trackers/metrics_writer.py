@@ -16,7 +16,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from offbeat.services.errors import CodecError
-from offbeat.services.telemetry import MetricRecord, RedisMetrics
+from offbeat.services.telemetry import MetricRecord, RedisMetrics, decode_record
 from offbeat.services.threads import Follower
 from offbeat.trainer.trackers.base import LoggedSteps, Row, TrackedRun, Tracker, make_row
 from offbeat.trainer.trackers.metrics_file import METRICS_FILE, MetricsFile, id_order
@@ -55,6 +55,7 @@ class MetricsWriter(Follower):
         self._step = resumed_step
         self._unsent: list[tuple[str, MetricRecord]] = []
         """Read, but neither known to be in the file nor sent to trackers."""
+        self._has_left_out = False
         super().__init__("trackers")
 
     def _follow(self) -> None:
@@ -96,22 +97,28 @@ class MetricsWriter(Follower):
         self, file: MetricsFile, trackers: Sequence["_GuardedTracker"], position: str, block_ms: int | None
     ) -> tuple[str, int]:
         """Write records after `position`, to the file first; return the new position and their number."""
-        self._unsent = []
+        self._unsent, count = [], 0
         try:
-            for entry_id, record in self._stream.read(position, block_ms=block_ms):
-                file.write(entry_id, record)
-                self._unsent.append((entry_id, record))
-                position = entry_id
+            for entry_id, encoded in self._stream.read_encoded(position, block_ms=block_ms):
+                position, count = entry_id, count + 1
+                if (record := self._decode(entry_id, encoded)) is not None:
+                    file.write(entry_id, record)
+                    self._unsent.append((entry_id, record))
         except RedisError as error:
             logger.warning("cannot read metrics: %s; retrying in %.0f s", error, RETRY_S)
             self._stop.wait(RETRY_S)
-        except CodecError as error:
-            logger.warning("malformed metric record after %s: %s; later records are not tracked", position, error)
-            self._stop.wait()
         file.flush()
-        count = len(self._unsent)
         self._send(self._unsent, trackers)
         return position, count
+
+    def _decode(self, entry_id: str, encoded: bytes) -> MetricRecord | None:
+        try:
+            return decode_record(encoded)
+        except CodecError as error:  # of another build's process
+            if not self._has_left_out:
+                logger.warning("%s of id %s; this one and further ones are left out", error, entry_id)
+            self._has_left_out = True
+            return None
 
     def _send(self, records: Sequence[tuple[str, MetricRecord]], trackers: Sequence["_GuardedTracker"]) -> None:
         self._unsent = []

@@ -11,6 +11,7 @@ import pytest
 from redis import Redis
 
 from offbeat.services.jsonl import LinesFile
+from offbeat.services.keys import RunKeys
 from offbeat.services.telemetry import (
     MetricRecord,
     Partial,
@@ -21,7 +22,6 @@ from offbeat.services.text_samples import TextSample
 from offbeat.trainer.trackers.base import LoggedSteps
 from offbeat.trainer.trackers.metrics_file import MetricsFile, read_records
 from offbeat.trainer.trackers.metrics_writer import MetricsWriter
-from offbeat.trainer.trackers.tensorboard import TensorBoard
 from tests.waiting import wait_until_sync
 
 
@@ -122,6 +122,17 @@ def test_a_long_file_is_read_in_little_memory(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
+def test_a_malformed_record_is_left_out_alone(redis_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Redis.from_url(redis_url) as redis:
+        for step in (1, 2, 3):
+            RedisMetrics(redis, "run").append(record(step, 0.25))
+            redis.xadd(RunKeys("run").metrics, {"r": b"no record"})
+        with MetricsWriter(redis, "run", tmp_path, ["tensorboard"], 0):
+            wait_until_sync(lambda: len(rows(tmp_path)) == 3)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
+    assert caplog.text.count("malformed metric record") == 1
+
+
 def test_records_stay_in_the_stream_while_the_file_is_unwritable(
     redis_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -159,16 +170,18 @@ def test_any_error_of_a_tracker_keeps_no_row_from_the_file(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TensorFlow's writer has errors of its own."""
-    flush = TensorBoard.flush
+    from tensorboard.summary.writer import event_file_writer
+
+    open_writer = event_file_writer.EventFileWriter
     failed: list[int] = []
 
-    def fail_first(tracker: TensorBoard) -> None:
+    def fail_first(folder: str) -> Any:
         failed.append(1)
         if len(failed) == 1:
             raise RuntimeError("ResourceExhaustedError")
-        flush(tracker)
+        return open_writer(folder)
 
-    monkeypatch.setattr(TensorBoard, "flush", fail_first)
+    monkeypatch.setattr(event_file_writer, "EventFileWriter", fail_first)
     with Redis.from_url(redis_url) as redis, MetricsWriter(redis, "run", tmp_path, ["tensorboard"], 0):
         sink = RedisMetrics(redis, "run")
         sink.append(record(1, 0.25))
