@@ -70,7 +70,6 @@ from offbeat.trainer.config.scored_roles import scored_roles
 
 logger = logging.getLogger(__name__)
 
-CLAIM_FILE = ".claim"
 REPRODUCTION_TIMEOUT_S = 3600.0
 PLAN_TIMEOUT_S = 1800.0
 PLANNED_EPISODES = 2_000
@@ -364,9 +363,9 @@ def claim_folder(config: RunConfig, claim: str) -> None:
             raise
         logger.warning("config.yaml stays as it was: %s", error)  # the learner waits for room
     if not is_claimed:
-        (config.output_dir / CLAIM_FILE).write_text(claim)
+        (config.output_dir / run_folder.CLAIM).write_text(claim)
 
 
 def holds_claim(folder: Path, claim: str) -> bool:
-    claim_file = folder / CLAIM_FILE
+    claim_file = folder / run_folder.CLAIM
     return claim_file.exists() and claim_file.read_text() == claim

@@ -5,13 +5,13 @@ from redis.asyncio import Redis as AsyncRedis
 
 from offbeat.deploy.cluster import ray_run_factory
 from offbeat.deploy.cluster.ray_run_factory import Cluster, RayRunFactory, check_cluster
-from offbeat.deploy.cluster.run_factory import CLAIM_FILE
 from offbeat.deploy.config import devices
 from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import compose_tree, read_document, validate_tree
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.validation import check_in_process
+from offbeat.deploy.run_folder import CLAIM
 from offbeat.services.control.run import RunRecord
 from offbeat.services.control.service import InvalidRunError
 from offbeat.services.errors import ControlError
@@ -115,13 +115,13 @@ def record(folder: Path) -> RunRecord:
 
 
 async def test_failed_report_names_the_command_that_writes_it(factory: RayRunFactory, tmp_path: Path):
-    (tmp_path / CLAIM_FILE).write_text("lake 1.0")
+    (tmp_path / CLAIM).write_text("lake 1.0")
     with pytest.raises(ControlError, match=rf"there is no run in .*write it with `offbeat report {tmp_path} --redis"):
         await factory.write_report(record(tmp_path))
 
 
 async def test_no_report_is_written_to_the_folder_of_another_run(factory: RayRunFactory, tmp_path: Path):
     """The run failed because another run uses the folder."""
-    (tmp_path / CLAIM_FILE).write_text("other 1.0")
+    (tmp_path / CLAIM).write_text("other 1.0")
     await factory.write_report(record(tmp_path))
     assert not (tmp_path / "report.json").exists()
