@@ -7,7 +7,7 @@ from offbeat.trainer.config.estimators import AGAINST_BEHAVIOR, WITHOUT_RATIO
 
 Tree = dict[str, Any]
 SAMPLING = ("actor_infer.generating_args", "train_env_manager.generating_args")
-"""Of training episodes; the later table overrides."""
+"""Of training episodes; a key in both has the same value."""
 
 
 def recompute_cut_logprobs(tree: Tree) -> Tree:

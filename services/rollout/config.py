@@ -224,7 +224,9 @@ class EnvManagerConfig(Config):
     num_env_groups: int = Field(default=8, ge=1)
     """Maximum groups in flight; of evaluation, only the scale of `num_groups_partition`."""
     generating_args: ManagerGeneratingArgs = ManagerGeneratingArgs()
-    """Training: changes to `actor_infer.generating_args`; sampled evaluation: to temperature 1 without truncation."""
+    """Training: those of `actor_infer.generating_args`, which sets the same keys alike or not at all; sampled evaluation:
+    changes to temperature 1 without truncation.
+    """
     group_size: int = Field(default=8, ge=1)
     """Episodes per task and seed."""
     max_env_num_per_worker: int | None = Field(default=None, ge=1)

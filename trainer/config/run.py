@@ -129,7 +129,8 @@ class LearnerRunConfig(LearnerConfig):
             if name in given.model_fields_set and getattr(given, name) != of_manager:
                 raise ValueError(
                     f"generating_args.{name}: {getattr(given, name)} disagrees with train_env_manager.generating_args."
-                    f"{name}, {of_manager}, for the same episodes: leave one of them out, or set both alike"
+                    f"{name}, {of_manager}, for the same episodes: leave one of them out (earlier builds took the "
+                    "manager's), or set both alike"
                 )
         args = manager.generating_args.over(given)
         if "max_new_tokens" not in args.model_fields_set:
