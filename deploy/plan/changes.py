@@ -1,6 +1,7 @@
 """Single changes of a setting."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from offbeat.deploy.plan.limits import Limits
@@ -76,11 +77,24 @@ def with_groups(setup: Setup, measures: Measures, groups: int, per_worker: int) 
     """Return a change of groups in flight and the workers needed."""
     limits = replace(setup.limits, max_groups_in_flight=groups)
     text = f"train_env_manager.num_env_groups={groups}"
+    if setup.partition:
+        shares = ",".join(map(str, _scale(setup.partition, groups)))
+        text += f" train_env_manager.num_groups_partition=[{shares}]"
     workers = max(-(-groups * (limits.group_size + limits.redundancy) // per_worker), setup.num_workers)
     if workers > setup.num_workers:
         text += f" rollout.num_workers={workers}"
     changed = replace(setup, limits=limits, num_workers=workers, slots=workers * per_worker)
     return SettingChange(text, changed, measures)
+
+
+def _scale(partition: Sequence[int], groups: int) -> list[int]:
+    """Return shares of more groups, by the largest remainder."""
+    exact = [share * groups / sum(partition) for share in partition]
+    scaled = [math.floor(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: scaled[i] - exact[i])
+    for i in by_remainder[: groups - sum(scaled)]:
+        scaled[i] += 1
+    return scaled
 
 
 def _of(setup: Setup, measures: Measures, text: str, **limits: object) -> SettingChange:

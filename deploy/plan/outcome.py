@@ -21,6 +21,8 @@ class Setup:
     heartbeat_s: float = 0.5
     """Until a worker learns of cancelled episodes."""
     within: WorkerLimits = NO_LIMITS
+    partition: tuple[int, ...] = ()
+    """`num_groups_partition`, whose sum is the groups in play."""
 
     @property
     def batch(self) -> int:

@@ -86,6 +86,7 @@ def setup_of(config: RunConfig) -> Setup:
         num_replicas=config.actor_infer.num_replicas,
         heartbeat_s=min(0.5, config.buffer.worker_timeout_s / 5),
         within=limits_of(config),
+        partition=config.train_env_manager.num_groups_partition,
     )
 
 
