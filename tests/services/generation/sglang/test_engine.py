@@ -191,13 +191,14 @@ async def test_an_abort_spares_requests_whose_ids_begin_alike(start: Start, tmp_
     """The server aborts by the beginning of an id: an agent's first call, and its tenth."""
     started = await start()
     await started.engine.load(weights(tmp_path, 1), 0)
+    await started.engine._command("/pause_generation", {"mode": "in_place"})
     first, tenth = (
-        asyncio.create_task(started.engine.generate(request_of(each, most=most), 0))
-        for each, most in (("agent-1", 4000), ("agent-10", 100))
+        asyncio.create_task(started.engine.generate(request_of(each, most=100), 0)) for each in ("agent-1", "agent-10")
     )
     await wait_until(lambda: started.running(2))
     await started.engine.abort(["agent-1"])
     assert (await first).finish_reason is FinishReason.ABORT
+    await started.engine._command("/continue_generation", {})
     assert (await tenth).finish_reason is FinishReason.LENGTH
 
 
