@@ -7,6 +7,7 @@ Evaluation seeds start at 2**31, in the held-out split if any, and never equal t
 import asyncio
 import json
 import zlib
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from functools import lru_cache
 from typing import NamedTuple, Protocol, cast
@@ -16,6 +17,7 @@ import numpy as np
 from offbeat.envs.class_path import load_object
 from offbeat.envs.registry import distinct_seeds, held_out_config
 from offbeat.envs.task_samplers import TaskSampler
+from offbeat.services.errors import EpisodeError
 from offbeat.services.rollout.config import CustomEnv, EnvManagerConfig
 
 FIRST_EVAL_SEED = 1 << 31
@@ -112,7 +114,9 @@ class EvalTasks:
         self._group_size = config.val_env_manager.group_size
         self._seed = seed
         self._seeds: dict[str, list[int]] = {}
-        self._lock = asyncio.Lock()
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._failures: dict[str, EpisodeError] = {}
+        """Of the newest search that failed, by tag."""
 
     def task(self, number: int, *, greedy: bool = False) -> Task:
         """Return an episode's task, equal for `group_size` successive ones, or one if they would be played alike."""
@@ -124,11 +128,19 @@ class EvalTasks:
         return Task(tag, self._seeds[tag][index])
 
     async def find(self, number: int, find_seeds: FindSeeds, *, greedy: bool = False) -> Task:
-        """Return `task`, with seeds from `find_seeds`."""
+        """Return `task`, with seeds from `find_seeds`; raises its EpisodeError, also to all that waited for it."""
         tag, index = self._position(number, greedy=greedy)
-        async with self._lock:
+        earlier = self._failures.get(tag)
+        async with self._locks[tag]:
             if num_seeds := self._num_missing(tag, index):
-                self._seeds[tag] = await find_seeds(tag, num_seeds, self._first_seed(tag))
+                failure = self._failures.get(tag)
+                if failure is not None and failure is not earlier:
+                    raise failure
+                try:
+                    self._seeds[tag] = await find_seeds(tag, num_seeds, self._first_seed(tag))
+                except EpisodeError as error:
+                    self._failures[tag] = error
+                    raise
         return Task(tag, self._seeds[tag][index])
 
     def tag_of(self, number: int, *, greedy: bool = False) -> str:

@@ -1,8 +1,10 @@
+import asyncio
 from collections import Counter
 
 import pytest
 
 from offbeat.envs import registry
+from offbeat.services.errors import EpisodeError
 from offbeat.services.rollout.config import CustomEnv, EnvManagerConfig
 from offbeat.services.rollout.tasks import (
     FIRST_EVAL_SEED,
@@ -11,6 +13,7 @@ from offbeat.services.rollout.tasks import (
     tag_cycle,
     train_task,
 )
+from tests.waiting import PATIENCE_S
 
 
 class Config:
@@ -162,6 +165,28 @@ def test_greedy_episodes_have_tasks_of_their_own():
     greedy = [tasks.task(number, greedy=True) for number in range(16)]
     assert len(set(greedy)) == 16
     assert greedy[:4] == [tasks.task(number) for number in range(0, 16, 4)]
+
+
+async def test_a_failed_search_fails_all_that_waited_for_it_and_delays_no_other_tag():
+    tasks = EvalTasks(Config(SHARED), 0)
+    fails, searches = asyncio.Event(), list[str]()
+
+    async def find_seeds(tag: str, n: int, start: int) -> list[int]:
+        searches.append(tag)
+        if tag == "Lake" and searches.count(tag) == 1:
+            await fails.wait()
+            raise EpisodeError("reset_timeout")
+        return [start + index for index in range(n)]
+
+    waiting = [asyncio.create_task(tasks.find(number, find_seeds)) for number in range(0, 16, 2)]
+    async with asyncio.timeout(PATIENCE_S):
+        await asyncio.sleep(0)  # all of them wait
+        assert (await tasks.find(1, find_seeds)).tag == "BigLake"
+        fails.set()
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [str(result) for result in results] == ["reset_timeout"] * 8
+        assert (await tasks.find(0, find_seeds)).tag == "Lake"  # another attempt searches again
+    assert searches == ["Lake", "BigLake", "Lake"]
 
 
 @pytest.mark.parametrize("seed", [0, 2**63, -1])
