@@ -95,8 +95,8 @@ def check_output(program: str, stdin: str, expected: str, limits: Limits) -> str
 
 
 def count_pytest(program: str, tests: str, limits: Limits) -> tuple[int, int]:
-    """Return the numbers of passed and of all tests of a pytest file; (0, 0) if it did not start. The time limit is
-    that of the file.
+    """Return the numbers of passed and of all tests of a pytest file, without those that it marks as skipped or as failing;
+    (0, 0) if it did not start. The time limit is that of the file.
     """
     source = f"{_peer_source()}\n{_source('pytest_runner.py')}"
     with _started(program, limits) as (_, read_fd, write_fd):
@@ -105,8 +105,8 @@ def count_pytest(program: str, tests: str, limits: Limits) -> tuple[int, int]:
         more = {"timeout_s": limits.timeout_s + STARTUP_TIMEOUT_S, "cpu_s": limits.cpu_s + PYTEST_CPU_S}
         patient = limits.model_copy(update=more)
         result = run_python(f"{source}\n{call}", limits=patient, pass_fds=descriptors)
-    count = re.fullmatch(r"(\d+) (\.*)\s*", result.stdout)
-    return (len(count[2]), int(count[1])) if count else (0, 0)
+    count = re.fullmatch(r"(\d+) ([.s]*)\s*", result.stdout)
+    return (count[2].count("."), int(count[1]) - count[2].count("s")) if count else (0, 0)
 
 
 @contextmanager

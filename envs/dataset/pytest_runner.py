@@ -1,7 +1,7 @@
 # pyright: basic
 """Runner of a pytest file against the program of a peer, in the sandbox, where this source follows that of `peer`.
 
-It prints the number of tests, then a dot for each that passes.
+It prints the number of tests, then a dot for each that passes and an s for each that the file marks as skipped or failing.
 """
 
 import ast
@@ -25,7 +25,10 @@ class Outcomes:
         self._write(f"{len(session.items)} ")
 
     def pytest_runtest_logreport(self, report) -> None:
-        if report.when == "call" and report.passed:
+        is_skipped = report.when == "setup" and report.skipped and not {"skip", "skipif"}.isdisjoint(report.keywords)
+        if is_skipped or (report.when == "call" and hasattr(report, "wasxfail") and "xfail" in report.keywords):
+            self._write("s")
+        elif report.when == "call" and report.passed:
             self._write(".")
 
     def _write(self, text: str) -> None:

@@ -99,6 +99,23 @@ def test_a_program_does_not_replace_a_module_of_a_pytest_file(imports: str):
     assert rate("```python\ndef add(a, b): return 0" + own_raises, tests) == 0.0
 
 
+def test_tests_that_a_pytest_file_skips_or_expects_to_fail_do_not_count():
+    marked = """
+@pytest.mark.skip
+def test_later(): assert add(1, 1) == 3
+
+@pytest.mark.xfail
+def test_known(): assert add(1, 1) == 3
+
+@pytest.mark.xfail(reason="fixed")
+def test_fixed(): assert add(1, 1) == 2
+"""
+    assert rate(ADD, PYTEST + marked) == 1.0
+    assert rate(WRONG_FOR_NEGATIVE, PYTEST + marked) == pytest.approx(2 / 3)
+    by_the_program = "def test_any():\n    if add(1, 1) != 2: pytest.skip()"
+    assert rate("```python\ndef add(a, b): return 0\n```", f"import pytest\n{by_the_program}") == 0.0
+
+
 def test_a_list_of_pytest_files():
     tests = ["def test_a():\n    assert add(1, 2) == 3", "def test_b():\n    assert add(-1, 2) == 1"]
     assert rate(ADD, tests) == 1.0
