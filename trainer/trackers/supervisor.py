@@ -199,7 +199,9 @@ def _log_name(tracker: str) -> str:
     return f"tracker-{folder_name(tracker)}.log"
 
 
-SECRET = re.compile(r"(^|_)(api_key|access_key|password|secret|token)$", re.IGNORECASE)
+SECRET = re.compile(
+    r"(^|[_-])((api|access)[_-]?key|authorization|credentials?|passw(or)?d|secret|token)$", re.IGNORECASE
+)
 ENVIRONMENT = "system_envs"
 URL_USER = re.compile(r"://[^/\s@]+@")
 MASK = "***"

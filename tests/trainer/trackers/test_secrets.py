@@ -19,6 +19,20 @@ from offbeat.trainer.trackers.supervisor import without_secrets
             {"agent": {"env": {"AWS_SECRET_ACCESS_KEY": "***", "HF_TOKEN": "***", "SHELL": "bash"}}},
         ),
         ({"rewards": [{"name": "r", "api_key": "x"}]}, {"rewards": [{"name": "r", "api_key": "***"}]}),
+        (
+            {
+                "headers": {"x-api-key": "x", "Authorization": "Bearer y"},
+                "apiKey": "z",
+                "db_passwd": "w",
+                "credentials": "c",
+            },
+            {
+                "headers": {"x-api-key": "***", "Authorization": "***"},
+                "apiKey": "***",
+                "db_passwd": "***",
+                "credentials": "***",
+            },
+        ),
         ({"base_url": "http://u:pw@host:1/v1"}, {"base_url": "http://***@host:1/v1"}),
         ({"url": "redis://:pw@host:1", "mail": "a@b", "n": 1}, {"url": "redis://***@host:1", "mail": "a@b", "n": 1}),
         (
