@@ -7,6 +7,7 @@ are read only for the same tokens.
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -24,6 +25,8 @@ NUM_ROWS = "num_rows"
 """Key of a file's metadata: rows that it covers, also those without scores."""
 STAMP = "dataset"
 """Key of a file's metadata: state of the dataset from which it was written."""
+COMPARED = "compared"
+"""File of the dataset's state whose rows were all found to be those of the files, so that a copy is compared once."""
 ROW_DIGESTS = "row_digests"
 """Tensor of the digests of the rows that a file covers; earlier builds wrote none."""
 DIGEST_BYTES = 16
@@ -62,7 +65,11 @@ class ScoreFiles:
         """Return the rows of each file that is missing, covers fewer, or was written from other rows."""
         starts = range(0, source.num_rows, ROWS_PER_FILE)
         rows = [range(start, min(start + ROWS_PER_FILE, source.num_rows)) for start in starts]
-        return [part for part in rows if not self._is_current(part, source)]
+        stamps = {source.stamp, self._read_compared()}
+        missing = [part for part in rows if not self._is_current(part, source, is_compared=len(stamps) == 1)]
+        if not missing and len(stamps) > 1:
+            self._note_compared(source.stamp)
+        return missing
 
     def write(
         self, rows: range, scores: Mapping[int, tuple[bytes, bytes]], digests: Sequence[bytes], stamp: str
@@ -78,6 +85,7 @@ class ScoreFiles:
         arrays = {str(row): np.frombuffer(digest + blob, np.uint8) for row, (digest, blob) in scores.items()}
         arrays[ROW_DIGESTS] = np.frombuffer(b"".join(digests), np.uint8).reshape(len(rows), -1)
         save_file(arrays, staging, metadata={NUM_ROWS: str(len(rows)), STAMP: stamp})
+        (self.folder / COMPARED).unlink(missing_ok=True)
         staging.replace(path)
 
     def read(self, row: int, digest: bytes) -> bytes:
@@ -102,14 +110,28 @@ class ScoreFiles:
             )
         return stored[DIGEST_BYTES:]
 
-    def _is_current(self, rows: range, source: RowSource) -> bool:
-        """Return whether a readable file covers the rows as they are."""
+    def _read_compared(self) -> str:
+        """Return the state of the dataset whose rows were last found to be those of all files, if any."""
+        try:
+            return (self.folder / COMPARED).read_text()
+        except OSError:
+            return ""
+
+    def _note_compared(self, stamp: str) -> None:
+        staging = self.folder / f".{COMPARED}.{os.getpid()}"
+        with suppress(OSError):  # a folder that others prepared, and that may not be written
+            staging.write_text(stamp)
+            staging.replace(self.folder / COMPARED)
+
+    def _is_current(self, rows: range, source: RowSource, *, is_compared: bool) -> bool:
+        """Return whether a readable file covers the rows as they are. is_compared: their digests are known to be equal."""
         try:
             with safe_open(self._path(rows.start), framework="numpy") as file:
                 metadata = file.metadata() or {}
                 if int(metadata.get(NUM_ROWS, 0)) < len(rows):
                     return False
-                if metadata.get(STAMP) == source.stamp or ROW_DIGESTS not in file.keys():  # noqa: SIM118 - no mapping
+                is_compared = is_compared or metadata.get(STAMP) == source.stamp
+                if is_compared or ROW_DIGESTS not in file.keys():  # noqa: SIM118 - no mapping
                     return True
                 digests = file.get_tensor(ROW_DIGESTS)[: len(rows)].tobytes()
         except (OSError, SafetensorError):

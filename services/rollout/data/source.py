@@ -32,6 +32,8 @@ MAX_SHOWN = 10
 """Bad validation rows in the log."""
 REWARD_MODEL = "reward_model"
 DIGEST_BYTES = 16
+UNREADABLE = "unreadable"
+"""What the digest of an unreadable row is of, wherever its file is."""
 MARGIN = "margin"
 """Metric of a pair's trajectories."""
 DATASET_KEY = "data.dataset_name"
@@ -117,8 +119,8 @@ class DataSource:
             if is_unpaired(self._rows, config, self._pipeline):
                 contents.append(_mismatch(self._rows, row, config))
             read = json.dumps([[content.get(key) for key in keys] for content in contents], default=_to_text)
-        except (RowError, RecursionError) as error:
-            read = str(error)
+        except (RowError, RecursionError):
+            read = UNREADABLE
         return hashlib.blake2b(read.encode(), digest_size=DIGEST_BYTES).digest()
 
     def _members(self, rows: DatasetRows, row: int) -> list[Trajectory]:

@@ -31,8 +31,10 @@ class Rows:
 
     num_rows: int
     stamp: str = "now"
+    num_read: int = 0
 
     def digest(self, row: int) -> bytes:
+        self.num_read += 1
         return b"%08d" % row
 
     def write(self, files: ScoreFiles, rows: range, scores: dict[int, tuple[bytes, bytes]]) -> None:
@@ -64,6 +66,17 @@ def test_the_last_file_of_a_dataset_that_has_grown_is_scored_again(tmp_path: Pat
     longer.write(files, grown, {row: (token_digest(GROUP), b"new") for row in grown})
     assert not files.missing_files(longer)
     assert files.read(ROWS_PER_FILE + 2, token_digest(GROUP)) == b"new"
+
+
+def test_the_rows_of_a_copy_are_compared_once(tmp_path: Path):
+    files = ScoreFiles(tmp_path / "rows.jsonl", "teacher.a@1")
+    Rows(2).write(files, range(2), {})
+    copy = Rows(2, "copied")
+    assert not files.missing_files(copy)
+    assert not ScoreFiles(tmp_path / "rows.jsonl", "teacher.a@1").missing_files(copy)
+    assert copy.num_read == 2
+    files.write(range(2), {}, [b"%08d" % 7] * 2, "edited")
+    assert files.missing_files(copy) == [range(2)]
 
 
 def test_a_damaged_file_is_missing(tmp_path: Path):
@@ -141,6 +154,17 @@ def test_scores_of_an_earlier_build_are_read_until_they_are_prepared_again(folde
         opened = open_file_scores(run, dataset)
         assert opened is not None
         assert opened.attach(GROUP).scores == {key: of_key.encode()}
+
+
+def test_an_unreadable_row_is_the_same_in_a_copy(folder: Path, tmp_path: Path):
+    digests: list[bytes] = []
+    for name in ("here", "there"):
+        dataset = tmp_path / name / "rows.jsonl"
+        dataset.parent.mkdir()
+        dataset.write_text(json.dumps(ROW) + "\n{\n")
+        run, _ = run_of(folder, tmp_path, data={"dataset_name": dataset})
+        digests.append(source_of(run, dataset).digest(1))
+    assert digests[0] == digests[1]
 
 
 def test_a_run_is_refused_before_its_first_step_once_a_row_has_changed(folder: Path, tmp_path: Path):
