@@ -111,6 +111,9 @@ class Peer:
         self._read_fd, self._write_fd = read_fd, write_fd
         self._exposes_all = exposes_all
         self._objects: list[Any] = []
+        self._numbers: dict[int, int] = {}
+        """Of objects, by `id`."""
+        self._remotes: dict[int, Remote] = {}
         self._buffer = b""
         self.deadline: float | None = None
         self.max_bytes = MAX_MESSAGE_BYTES
@@ -248,8 +251,10 @@ class Peer:
             return {"o": [name, *(self.encode(field() if callable(field) else field) for field in fields)]}
         if name.startswith("numpy.") and str(getattr(value, "dtype", "")) in NUMPY_TYPES:
             return {"n": [str(value.dtype), list(value.shape), value.ravel().tolist()]}
-        self._objects.append(value)
-        return {"handle": len(self._objects) - 1}
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self._objects)
+            self._objects.append(value)
+        return {"handle": self._numbers[id(value)]}
 
     def decode(self, coded: Any) -> Any:
         self._check_time()  # numbers of equal hashes take quadratic time
@@ -275,7 +280,7 @@ class Peer:
             if not self._exposes_all:
                 _check_shape(value.shape)
             return value if self.takes_requests else value.tolist()
-        return Remote(self, content) if kind == "handle" else self._objects[content]
+        return self._remotes.setdefault(content, Remote(self, content)) if kind == "handle" else self._objects[content]
 
 
 def _construct(name: str, fields: list[Any]) -> Any:

@@ -140,6 +140,11 @@ SOLUTIONS = [
         "xs = [1]\nput(xs, Node(7))\nassert xs[0].x == 7 and xs[1:] == [1]",
     ),
     (
+        "class Node:\n pass\ndef visit(node, seen, names): seen.add(node); names[node] = len(names)",
+        "a, b, seen, names = Node(), Node(), set(), {}\nfor node in (a, b):\n visit(node, seen, names)\n"
+        "assert a in seen and len(seen) == 2 and names[a] == 0 and names[b] == 1 and list(names)[0] is a",
+    ),
+    (
         "from fractions import Fraction\nfrom decimal import Decimal\ndef half(x): return x / 2",
         "from fractions import Fraction\nfrom decimal import Decimal\n"
         "assert half(Fraction(1, 3)) == Fraction(1, 6)\nassert half(Decimal('2.5')) == Decimal('1.25')",
