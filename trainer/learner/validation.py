@@ -61,7 +61,7 @@ def read_validation(run: LearnerRun) -> ValidationRows:
     """Read the rows.
 
     Raises:
-        ControlError: the file can't be read.
+        ControlError: the file can't be read, or has no usable row.
     """
     config = run.config
     if config.data is None or config.data.val_dataset_name is None or not config.reads_data:
@@ -73,6 +73,11 @@ def read_validation(run: LearnerRun) -> ValidationRows:
         validation = source.validation()
     except ValueError as error:
         raise ControlError(f"data.val_dataset_name: {error}") from error
+    if not validation.groups:
+        reasons = ", ".join(f"{count} {NAMES[reason]}" for reason, count in validation.left_out.items())
+        raise ControlError(
+            f"data.val_dataset_name: no row can be evaluated ({reasons}): mend the file, or leave it out"
+        )
     groups = [row_group(number, members) for number, members in enumerate(validation.groups)]
     left_out = {NAMES[reason]: Partial("sum", float(count)) for reason, count in validation.left_out.items()}
     return ValidationRows(groups, open_file_scores(run, config.data.val_dataset_name), left_out)

@@ -43,6 +43,12 @@ def test_rows_that_are_all_used_are_not_counted(folder: Path, tmp_path: Path, ca
     assert (len(rows), rows.left_out, caplog.text) == (2, {}, "")
 
 
+def test_a_file_without_a_usable_row_is_refused(folder: Path, tmp_path: Path):
+    """Its evaluations would have nothing to record."""
+    with pytest.raises(ControlError, match=r"no row can be evaluated \(1 rows_bad, 1 rows_too_long\)"):
+        read(folder, tmp_path, {"prompt": 3, "response": "c"}, {**ROW, "response": "c " * 64})
+
+
 def test_a_file_without_the_columns_is_refused(folder: Path, tmp_path: Path):
     with pytest.raises(ControlError, match=r"data.val_dataset_name: .*neither the column 'messages'"):
         read(folder, tmp_path, {"text": "a"})
