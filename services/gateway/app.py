@@ -82,8 +82,10 @@ def _with_session(sessions: Sessions, handler: Handler) -> Callable[[Request], C
 
 
 def _keys(request: Request) -> tuple[str, str]:
-    """Return the keys of both headers: clients send one of their machine's in the other."""
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    """Return the keys of both headers: clients send one of their machine's in the other, or a key without a scheme."""
+    scheme, _, token = request.headers.get("authorization", "").strip().partition(" ")
+    if not token:
+        scheme, token = "bearer", scheme
     return token.strip() if scheme.lower() == "bearer" else "", request.headers.get("x-api-key", "")
 
 

@@ -39,6 +39,7 @@ async def post(
     ("headers", "status"),
     [
         ({"Authorization": "bearer KEY"}, 200),
+        ({"Authorization": "KEY"}, 200),
         ({"x-api-key": "KEY"}, 200),
         ({"Authorization": "Bearer token-of-the-machine", "x-api-key": "KEY"}, 200),
         ({"Authorization": "Bearer KEY", "x-api-key": "key-of-the-machine"}, 200),
