@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.reward.kinds.model_config import LlmJudgeConfig
-from offbeat.services.rollout.config import EnvManagerConfig
+from offbeat.services.rollout.config import CustomEnv, EnvManagerConfig
 from offbeat.trainer.checks.effects import check_controller_effect, check_effects
 from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.trainer.config.staleness import StalenessControllerConfig
@@ -172,7 +172,7 @@ def _check_lengths(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def _check_answers(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield limits of a tag's answers, if they are written, above those of all samplings that play it."""
+    """Yield limits of a tag's answers, unless they are the default, above those of all samplings that play it."""
     train = config.actor_infer.generating_args
     samplings = {"val_env_manager": config.val_env_manager.generating_args.for_evaluation(train)}
     samplings |= {} if config.reads_data else {"train_env_manager": train}
@@ -184,7 +184,8 @@ def _check_answers(config: RunConfig) -> Iterator[ConfigIssue]:
             if tag in manager.tags_of(config.custom_envs):
                 limits.append((sampling.max_new_tokens, f"{role}.generating_args.max_new_tokens"))
         limit, key = max(limits, default=(env.max_tokens_per_step, ""))
-        if "max_tokens_per_step" in env.model_fields_set and env.max_tokens_per_step > limit:
+        is_default = env.max_tokens_per_step == CustomEnv.model_fields["max_tokens_per_step"].default
+        if env.max_tokens_per_step > limit and not is_default:
             message = (
                 f"{env.max_tokens_per_step} exceeds {key}, {limit}, where answers end: take less, or leave that out"
             )

@@ -1,5 +1,6 @@
 import json
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from offbeat.deploy.config.loader import (
     parse_document,
     read_document,
     read_run,
+    show_yaml,
 )
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.play.target import load_config
@@ -201,10 +203,12 @@ def test_an_element_of_a_list_has_a_number(override: str, says: str):
     assert compose_tree(Path("rlvr"), ["rewards.0.weight=2"])["rewards"][0]["weight"] == 2
 
 
-def test_the_shown_configuration_loads_as_the_same_one(tmp_path: Path):
-    config = load_run(QUICKSTART, ["seed=9"])
+@pytest.mark.parametrize("write", [dump_yaml, show_yaml])
+def test_the_shown_configuration_loads_as_the_same_one(tmp_path: Path, write: Callable[[RunConfig], str]):
+    answers = ["custom_envs.FrozenLake.max_tokens_per_step=64", "actor_infer.generating_args.max_new_tokens=32"]
+    config = load_run(QUICKSTART, ["seed=9", *answers])
     path = tmp_path / "shown.yaml"
-    path.write_text(dump_yaml(config))
+    path.write_text(write(config))
     assert load_run(path) == config
 
 
