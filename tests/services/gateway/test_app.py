@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ import pytest
 from offbeat.services.chat.template import ChatTemplate
 from offbeat.services.gateway.app import build
 from offbeat.services.gateway.session import EpisodeSession
+from offbeat.services.messages.types import Completion
 from tests.services.gateway.templates import Scripted, session_of
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -212,3 +214,16 @@ async def test_a_completion_without_anything_to_sample_is_refused(
     response = await post(session, "/v1/completions", {"prompt": [5, 6], **changes})
     assert (response.status_code, problem in response.json()["error"]["message"]) == (400, True)
     assert session.failure is None
+
+
+async def test_a_sampled_token_beyond_the_tokenizers_is_taken_back(hermes: ChatTemplate):
+    """A model may have more rows than its tokenizer has tokens."""
+
+    class Padded(Scripted):
+        async def __call__(self, prompt: tuple[int, ...], max_new_tokens: int) -> Completion:
+            completion = await super().__call__(prompt, max_new_tokens)
+            return replace(completion, token_ids=(300, *completion.token_ids[1:]))
+
+    session = session_of(Padded(hermes, ["yes", "no"]))
+    for prompt, status in (([5, 300], 400), ([5, 6], 200), ([5, 6, 300], 200), ([5, 6, 301], 400)):
+        assert (await post(session, "/v1/completions", {"prompt": prompt})).status_code == status
