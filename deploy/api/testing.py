@@ -277,8 +277,9 @@ def eval_record(step: int, *, sampling: str = "sampled", **values: float) -> Met
 def append_records(folder: Path, *records: MetricRecord) -> None:
     """Append records to the folder's `metrics.jsonl`."""
     file = MetricsFile(folder / METRICS_FILE)
-    for record in records:
-        file.write("1-0", record)
+    newest = int(file.position.partition("-")[0])
+    for number, record in enumerate(records, newest + 1):
+        file.write(f"{number}-0", record)
     file.close()
 
 

@@ -57,8 +57,8 @@ class SandboxEnvironment(base.BaseEnvironment):
         if self.network_policy.network_mode == "public":
             self.logger.warning("%s allows the network, which the sandbox does not have", self.environment_name)
         build, env = read_dockerfile(self._dockerfile), self._startup_env()
-        workdir = self.task_env_config.workdir
-        self._machine = await asyncio.to_thread(TaskMachine, build, self._limits, workdir=workdir, env=env)
+        task, workdir = self.environment_dir.parent, self.task_env_config.workdir
+        self._machine = await asyncio.to_thread(TaskMachine, task, build, self._limits, workdir=workdir, env=env)
         await self._upload_environment_dir_after_start()
 
     async def stop(self, delete: bool) -> None:  # noqa: ARG002 (nothing is left)

@@ -4,6 +4,7 @@ import ast
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal, cast
 
 from pydantic import Field, field_validator
@@ -74,7 +75,7 @@ class CodeEnv(QuestionEnv[CodeConfig]):
             return Judgement(0.0, success=False, valid=False, metrics={"pass_rate": 0.0})
         tests = read_tests(row[self.config.answer_key])[: self.config.max_tests]
         limits, max_total_s = self.config.sandbox, self.config.max_total_s
-        errors = list(run_tests(tests, lambda *run: self._run_test(program, *run), bool, limits, max_total_s))
+        errors = list(run_tests(tests, partial(self._run_test, program), bool, limits, max_total_s))
         first = next(filter(None, errors), "")
         rate = errors.count("") / len(tests)
         reward = rate if self.config.reward == "pass_rate" else float(not first)
