@@ -54,15 +54,18 @@ def _answer(text: str) -> str | None:
 
 
 def _options_of(sample: RewardSample) -> dict[str, str]:
-    """Return the prompt's last options, from A in order: letter -> what follows."""
+    """Return the prompt's last list of at least two options, from A in order: letter -> what follows."""
     options: dict[str, str] = {}
+    newest: dict[str, str] = {}
     prompt = "\n".join(text_of(message.get("content")) for message in sample.prompt)
     for match in _OPTION.finditer(prompt):
         letter = match[1].upper()
         if letter == "A":
-            options = {}
-        if letter == chr(ord("A") + len(options)):
-            options[letter] = prompt[match.end() : match.end() + MAX_ANSWER_CHARS]
+            newest = {}
+        if letter == chr(ord("A") + len(newest)):
+            newest[letter] = prompt[match.end() : match.end() + MAX_ANSWER_CHARS]
+        if len(newest) > 1:  # an A alone is no list, as of "A: Let's think"
+            options = newest
     return options
 
 

@@ -91,6 +91,8 @@ EARLIER = "A. Paris\nB. Rome\n\nNow: A. Rome\nB. Paris"
         (LINES, "B. Paris", "A", 0.0),
         (LINES, "D. London", "D) London", 1.0),
         (INLINE, "B. Paris", "B", 1.0),
+        (LINES + "\nA: Let's think step by step.", "B. Paris", "B", 1.0),
+        (LINES + " Give a. short answer.", "B. Paris", "A", 0.0),
         (EARLIER, "B. Paris", "B", 1.0),
         (EARLIER, "B. Rome", "B", 0.0),
         (LINES, "E. coli", "E", 0.0),
