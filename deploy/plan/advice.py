@@ -1,5 +1,6 @@
 """Advice of the planner for a run (`offbeat runs why --plan`)."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from offbeat.deploy import run_folder
@@ -26,7 +27,7 @@ def advise(folder: Path, settings: Settings) -> str:
         config = _with_settings(read_run(folder / run_folder.CONFIG), settings)
     except (ConfigError, OSError) as error:
         raise PlanError(f"the run's folder {folder} can't be read on this machine: {error}") from error
-    setup = setup_of(config)
+    setup = replace(setup_of(config), partition=())  # shares of a run that has begun, no live setting
     measured = read_measures(folder, config)
     effort = Effort.for_batch(setup.batch, EPISODES)
     now = estimate(setup, measured.measures, effort)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 from offbeat.deploy.cli.app import app
 from offbeat.deploy.cluster import ray_run_factory
 from offbeat.deploy.cluster.ray_run_factory import RayRunFactory
-from offbeat.deploy.config.loader import read_run
+from offbeat.deploy.config.loader import dump_yaml, load_run, read_run
 from offbeat.deploy.plan.advice import advise
 from offbeat.deploy.plan.measurements import PlanError
 from offbeat.services.control.run import RunRecord
@@ -47,6 +48,17 @@ def test_live_settings_are_those_that_are_simulated(folder: Path):
     """With a group in play at a time, more of them help."""
     settings = replace(read_run(folder / "config.yaml").settings, num_env_groups=1, max_staleness=4.0)
     assert "train_env_manager.num_env_groups=2 would help most" in advise(folder, settings)
+
+
+def test_a_partition_which_cannot_be_set_live_is_not_advised(folder: Path, tmp_path: Path):
+    shutil.copytree(folder, tmp_path / "lake")
+    config = tmp_path / "lake" / "config.yaml"
+    changes = ("train_env_manager.num_env_groups=8", "train_env_manager.num_groups_partition=[8]")
+    config.write_text(dump_yaml(load_run(config, changes)))
+    run = read_run(config)
+    assert run.train_env_manager.num_groups_partition == (8,)
+    advice = advise(tmp_path / "lake", replace(run.settings, num_env_groups=1, max_staleness=4.0))
+    assert "train_env_manager.num_env_groups=2 would help most" in advice
 
 
 def test_another_latency_keeps_the_turns_that_were_measured(folder: Path):
