@@ -39,9 +39,6 @@ def _implied_keys(config: RunConfig) -> Iterator[Path]:
     # Of rows whose answers are sampled it is their limit, too, which may be set
     if not config.sampled_share and infer.generating_args.max_new_tokens == longest_answer(config.custom_envs):
         yield "actor_infer", "generating_args", "max_new_tokens"
-    for tag, env in config.custom_envs.items():
-        if "max_tokens_per_step" not in env.model_fields_set:
-            yield "custom_envs", tag, "max_tokens_per_step"
 
 
 def _implied_counts(config: RunConfig) -> Iterator[Path]:

@@ -1,6 +1,6 @@
 """Weights by the names of checkpoints, which vLLM's models load; learners have those of transformers' models in memory.
 
-Invariant: a tensor that has its checkpoint's name already keeps it.
+Invariant: a tensor that has its checkpoint's name already keeps it. Tensors that a checkpoint fuses are not joined.
 """
 
 # pyright: basic
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
 FUSED = {
     "cohere2_moe",
@@ -30,7 +30,9 @@ FUSED = {
 
 def checkpoint_tensors(config: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield a model's weights as `save_pretrained` writes them, with experts one by one. config: of transformers"""
-    conversions = None if config.model_type in FUSED else get_checkpoint_conversion_mapping(config.model_type)
+    mapping = None if config.model_type in FUSED else get_checkpoint_conversion_mapping(config.model_type)
+    # As transformers does for models that it has not loaded: a prefix that no name had would be added
+    conversions = [each for each in mapping or () if not isinstance(each, PrefixChange)]
     if not conversions:
         yield from tensors
         return

@@ -29,6 +29,7 @@ class TensorIntake:
         tensors = list(tensors)
         self._sum += int(checksum(tensors).partition(":")[2], 16)
         self._loaded |= set(self._model.load_weights(checkpoint_tensors(self._model_config.hf_config, tensors)))
+        torch.cuda.current_stream().synchronize()  # another buffer's stream may complete a layer that began here
 
     def finish(self, digest: str) -> None:
         """Raise `LoadError` if a parameter is missing or the checksum differs."""

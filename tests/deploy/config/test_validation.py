@@ -66,7 +66,6 @@ async def test_an_env_of_ones_own_that_prints_is_accepted():
 
 
 async def test_a_default_that_another_key_limits_is_accepted():
-    """Keys that are left out arrive as left out."""
     lake = "custom_envs: {Lake: {env_type: frozen_lake}}"
     await check_in_process(read_document(f"{lake}\nactor_infer: {{generating_args: {{max_new_tokens: 32}}}}"))
 

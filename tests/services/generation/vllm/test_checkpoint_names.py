@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,6 +56,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "phimoe": {"architectures": ["PhiMoEForCausalLM"]},
 }
 """What published models' config.json have beyond transformers' own."""
+
+
+def test_a_prefix_that_no_name_had_is_not_added() -> None:
+    config, tensor = SimpleNamespace(model_type="gemma3n_text"), torch.ones(2)
+    assert [name for name, _ in checkpoint_tensors(config, [("model.norm.weight", tensor)])] == ["model.norm.weight"]
 
 
 @pytest.fixture(scope="module")
