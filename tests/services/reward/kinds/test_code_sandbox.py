@@ -179,10 +179,13 @@ def test_an_endless_program_is_wrong_within_max_total_s_and_a_right_one_has_all_
 @pytest.mark.parametrize(
     ("total", "reward", "highest"), [("a + b", "pass_rate", 0.8), ("0", "pass_rate", 0.0), ("a + b", "all", 0.0)]
 )
-def test_a_program_slow_but_within_its_time_limit_is_scored_before_the_timeout(total: str, reward: str, highest: float):
+def test_a_program_slow_but_within_its_time_limit_is_scored_before_the_timeout(
+    total: str, reward: str, highest: float, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("offbeat.services.reward.kinds.code_sandbox.TESTS_SHARE", 0.05)  # 6 s of 120
     slow = f"```python\nimport time\ndef add(a, b):\n    time.sleep(0.5)\n    return {total}\n```"
-    settings = {"reward": reward, "sandbox": {"timeout_s": 2.0}, "max_total_s": 1.0, "timeout_s": 6.0}
-    assert score("code_sandbox", slow, ["assert add(1, 2) == 3"] * 15, **settings) <= highest
+    settings = {"reward": reward, "sandbox": {"timeout_s": 2.0}, "max_total_s": 1.0, "timeout_s": 120.0}
+    assert score("code_sandbox", slow, ["assert add(1, 2) == 3"] * 300, **settings) <= highest
 
 
 @pytest.mark.parametrize(
