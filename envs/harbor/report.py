@@ -19,7 +19,7 @@ def describe_task(task: HarborTask, *, solve: bool, image: str | None = None) ->
         return True, "runs in a shell"
     try:
         trial = TaskTrial(task, ShellLimits(image=image))
-    except (IsolationError, ShellError, TaskError) as error:
+    except (IsolationError, OSError, ShellError, TaskError) as error:
         return False, str(error)
     try:
         reports = [_solve(trial, step) for step in task.steps]

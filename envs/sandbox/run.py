@@ -155,10 +155,10 @@ def describe_sandbox() -> str:
 
 @functools.cache
 def platform_isolation() -> tuple[Layer, ...]:
-    """Return the layers that the kernel offers. Raises OSError if an empty program does not end."""
+    """Return the layers that the kernel offers. Raises OSError if an empty program does not end well."""
     result = run_python("", limits=Limits(isolation="warn", timeout_s=60.0))
-    if result.timed_out:
-        raise TimeoutError("an empty program in the sandbox did not end: is the machine overloaded?")
+    if not result.ok:
+        raise OSError(f"an empty program in the sandbox did not end well: {result.error}; is the machine overloaded?")
     return result.layers
 
 
@@ -170,7 +170,10 @@ def describe_missing(layers: tuple[Layer, ...]) -> list[str]:
 
 
 def check_isolation(limits: Limits, layers: tuple[Layer, ...] | None = None) -> None:
-    """Raise `IsolationError`, or warn once, if programs can't be isolated. layers: None probes the kernel."""
+    """Raise `IsolationError`, or warn once, if programs can't be isolated.
+
+    layers: None probes the kernel; raises OSError if that fails.
+    """
     layers = platform_isolation() if layers is None else layers
     if limits.isolation == "require" and missing_guarantees(layers, one_process=True):
         raise IsolationError(

@@ -25,7 +25,7 @@ def find_problems(config: RewardsConfig) -> Iterator[tuple[str, str]]:
             continue
         try:
             build_function(reward)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             yield str(index), str(error)
 
 

@@ -11,6 +11,7 @@ from offbeat.envs.harbor.task import HarborTask, find_tasks
 from offbeat.envs.harbor.task_set import OWN_TASKS, load_split
 from offbeat.envs.harbor.trial import TaskTrial
 from offbeat.envs.harbor.vocabulary import solution_commands
+from offbeat.envs.sandbox import platform_isolation
 from offbeat.envs.sandbox.shell import ShellLimits
 from tests.envs.harbor.task_folder import TaskFolder, needs_shell
 from tests.envs.sandbox.images import require_image
@@ -58,6 +59,14 @@ def test_an_episode_of_the_solutions_commands_succeeds(name: str):
             rewards.append(reward)
     assert (terminated, info["success"], info["submitted"], observation) == (True, True, True, "")
     assert rewards == [0.0] * (len(rewards) - 1) + [1.0]
+
+
+def test_a_sandbox_that_does_not_start_is_reported(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("offbeat.envs.sandbox.run.SUPERVISOR_CODE", "raise BlockingIOError(11, 'no process')")
+    platform_isolation.cache_clear()
+    ok, text = describe_task(TASKS[0], solve=True)
+    assert not ok
+    assert "ended without a result" in text
 
 
 AT_NIGHT = ("two-reports", "link-current", "make-executable")

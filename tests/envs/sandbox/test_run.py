@@ -11,6 +11,7 @@ from offbeat.envs.sandbox import (
     platform_isolation,
     run_python,
 )
+from offbeat.envs.sandbox.run import SUPERVISOR_CODE
 from tests.envs.sandbox.needs import needs_sandbox
 
 pytestmark = needs_sandbox
@@ -46,6 +47,17 @@ def test_a_supervisor_that_fails_is_no_verdict_on_the_program(failure: str, monk
         run_python("print(1)")
     platform_isolation.cache_clear()
     with pytest.raises(OSError, match="ended without a result"):
+        check_isolation(Limits())
+    monkeypatch.undo()
+    check_isolation(Limits())
+
+
+def test_a_probe_that_fails_before_it_is_confined_is_no_lack_of_isolation(monkeypatch: pytest.MonkeyPatch):
+    """Less memory is left than the sandbox's limit."""
+    low = f"import resource; resource.setrlimit(resource.RLIMIT_AS, 2 * (300 << 20,)); {SUPERVISOR_CODE}"
+    monkeypatch.setattr("offbeat.envs.sandbox.run.SUPERVISOR_CODE", low)
+    platform_isolation.cache_clear()
+    with pytest.raises(OSError, match="did not end well: ValueError"):
         check_isolation(Limits())
     monkeypatch.undo()
     check_isolation(Limits())

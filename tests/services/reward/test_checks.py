@@ -1,5 +1,8 @@
 from pathlib import Path
 
+import pytest
+
+from offbeat.envs.sandbox import platform_isolation
 from offbeat.services.reward.checks import find_problems
 from offbeat.services.reward.config import RewardsConfig
 
@@ -28,3 +31,12 @@ def test_what_can_not_be_built_is_found_before_the_start(tmp_path: Path):
     assert "no model in" in problems[f"4.{model}"]
     assert "no model in" in problems[f"7.{model}"]
     assert "no tokenizer in" in problems["9"]
+
+
+def test_a_sandbox_that_does_not_start_is_a_problem(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("offbeat.envs.sandbox.run.SUPERVISOR_CODE", "raise BlockingIOError(11, 'no process')")
+    platform_isolation.cache_clear()
+    rewards = [{"name": "a", "kind": "math_rule"}, {"name": "b", "kind": "code_sandbox"}]
+    ((place, problem),) = find_problems(RewardsConfig.model_validate({"rewards": rewards}, strict=False))
+    assert place == "1"
+    assert "ended without a result" in problem
