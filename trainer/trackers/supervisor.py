@@ -200,7 +200,8 @@ def _log_name(tracker: str) -> str:
 
 
 SECRET = re.compile(
-    r"(^|[_-])((api|access)[_-]?key|authorization|credentials?|passw(or)?d|secret|token)$", re.IGNORECASE
+    r"(^|[_-]|(?<=[a-z0-9])(?=[A-Z]))"
+    r"(?i:(access|api|private|secret)[_-]?key|authorization|credentials?|passw(or)?d|secret|token)$"
 )
 ENVIRONMENT = "system_envs"
 URL_USER = re.compile(r"://[^/\s@]+@")
@@ -232,9 +233,10 @@ def without_secrets(value: Any, key: str = "") -> Any:
     """Mask values of secret keys and of `system_envs`, and users of URLs."""
     if isinstance(value, Mapping):
         table = cast(Mapping[str, Any], value)
-        return {str(name): MASK if key == ENVIRONMENT else without_secrets(table[name], str(name)) for name in table}
+        is_secret = key == ENVIRONMENT or SECRET.search(key)
+        return {str(name): MASK if is_secret else without_secrets(table[name], str(name)) for name in table}
     if isinstance(value, list | tuple):
         return [without_secrets(each, key) for each in cast(Sequence[Any], value)]
-    if isinstance(value, str):
-        return MASK if SECRET.search(key) else URL_USER.sub(f"://{MASK}@", value)
-    return value
+    if isinstance(value, str | int | float) and not isinstance(value, bool) and SECRET.search(key):
+        return MASK
+    return URL_USER.sub(f"://{MASK}@", value) if isinstance(value, str) else value

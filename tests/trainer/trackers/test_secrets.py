@@ -33,6 +33,19 @@ from offbeat.trainer.trackers.supervisor import without_secrets
                 "credentials": "***",
             },
         ),
+        (
+            {"credentials": {"user": "u", "key": "k", "n": [1]}, "secrets_path": "p", "api_keys": 2},
+            {"credentials": {"user": "***", "key": "***", "n": "***"}, "secrets_path": "p", "api_keys": 2},
+        ),
+        (
+            {"passwd": 123456, "read_token": None, "needs_token": True, "token": [1.5, "x"]},
+            {"passwd": "***", "read_token": None, "needs_token": True, "token": ["***", "***"]},
+        ),
+        (
+            {"secret_key": "a", "private_key": "b", "secretKey": "c", "accessToken": "d", "openaiApiKey": "e"},
+            dict.fromkeys(("secret_key", "private_key", "secretKey", "accessToken", "openaiApiKey"), "***"),
+        ),
+        ({"dbPassword": "a", "PassWord": "b", "MonKey": "c"}, {"dbPassword": "***", "PassWord": "***", "MonKey": "c"}),
         ({"base_url": "http://u:pw@host:1/v1"}, {"base_url": "http://***@host:1/v1"}),
         ({"url": "redis://:pw@host:1", "mail": "a@b", "n": 1}, {"url": "redis://***@host:1", "mail": "a@b", "n": 1}),
         (
