@@ -26,6 +26,7 @@ class CollectedSpan:
     is_error: bool
     message: str
     """Of its status."""
+    events: list[dict[str, Any]]
     resource: dict[str, Any]
 
 
@@ -85,6 +86,7 @@ def _collected(span: Any, resource: dict[str, Any]) -> CollectedSpan:
         links=[(link.trace_id.hex(), link.span_id.hex(), _attributes(link.attributes)) for link in span.links],
         is_error=span.status.code == span.status.STATUS_CODE_ERROR,
         message=span.status.message,
+        events=[_attributes(event.attributes) for event in span.events],
         resource=resource,
     )
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace import Span, SpanKind, Tracer, set_span_in_context
 
-from offbeat.services.errors import EpisodeError
 from offbeat.services.messages.types import Completion, EpisodeTask, Sampling, Trajectory
 from offbeat.services.tracing.api import NO_SPANS, EpisodeSpans, RecordCompletion
 from offbeat.services.tracing.export import SYSTEM, close_provider, open_provider
+from offbeat.services.tracing.failures import record_error
 from offbeat.services.tracing.ids import ChosenTraceIds, format_traceparent, is_traced, trace_id_of
 
 POLICY = "policy"
@@ -112,8 +112,7 @@ def _ended(span: Span) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        span.set_attribute("error.type", error.reason if isinstance(error, EpisodeError) else type(error).__name__)
-        span.set_status(Status(StatusCode.ERROR))  # without its text, which may quote an answer
+        record_error(span, error)
         raise
     finally:
         span.end()

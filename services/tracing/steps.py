@@ -8,6 +8,7 @@ from opentelemetry.trace import Link, SpanContext
 
 from offbeat.services.messages.types import Group
 from offbeat.services.tracing.export import SYSTEM, close_provider, open_provider
+from offbeat.services.tracing.failures import record_error
 from offbeat.services.tracing.ids import parse_traceparent
 
 
@@ -43,8 +44,19 @@ class OtlpStepTracer:
 
     @contextmanager
     def _span(self, name: str, attributes: Mapping[str, int], links: Sequence[Link]) -> Iterator[SpanContext]:
-        with self._tracer.start_as_current_span(name, Context(), attributes=attributes, links=links) as span:
-            yield span.get_span_context()
+        with self._tracer.start_as_current_span(
+            name,
+            Context(),
+            attributes=attributes,
+            links=links,
+            record_exception=False,
+            set_status_on_exception=False,
+        ) as span:
+            try:
+                yield span.get_span_context()
+            except BaseException as error:
+                record_error(span, error)
+                raise
 
 
 def _group_links(groups: Sequence[Group]) -> Iterator[Link]:

@@ -147,6 +147,17 @@ def test_an_error_that_quotes_an_answer_leaves_it_out_of_spans(collector: Collec
     assert not any("my answer" in str(span) for span in collector.spans)
 
 
+def test_a_failed_optimizer_step_leaves_the_errors_text_out_of_its_span(collector: Collector):
+    tracer = open_step_tracer(TelemetryConfig(otlp_endpoint=collector.endpoint), run_id=RUN, algorithm="grpo")
+    for span in (tracer.train(0, []), tracer.sync(1)):
+        with pytest.raises(ValueError, match="bad answer"), span:
+            raise ValueError("bad answer 'my answer'")
+    tracer.close()
+    assert [span.name for span in collector.spans] == ["rl.train", "rl.sync"]
+    assert [(span.is_error, span.attributes["error.type"]) for span in collector.spans] == [(True, "ValueError")] * 2
+    assert not any("my answer" in str(span) for span in collector.spans)
+
+
 def test_a_step_of_an_env_with_functions_is_a_tool_call(collector: Collector):
     telemetry = TelemetryConfig(otlp_endpoint=collector.endpoint, sample_rate=1.0)
     tracer = open_episode_tracer(telemetry, run_id="run", run_uid="u", worker_id="w")
