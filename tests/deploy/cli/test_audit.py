@@ -81,9 +81,11 @@ def test_a_long_runs_tree_is_written_without_being_rendered(run_folder: Path):
         journal.write_step(n + 1, taken, max_staleness=1.0, skipped=False)
     written = io.StringIO()
     tracemalloc.start()
-    audit_run(str(run_folder), console=Console(file=written), as_json=True)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    try:
+        audit_run(str(run_folder), console=Console(file=written), as_json=True)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
     assert len(json.loads(written.getvalue())["groups"]) == 1002
     assert peak < 20 * 2**20
 

@@ -232,9 +232,11 @@ def test_of_the_records_of_a_long_run_only_what_is_measured_is_held(tmp_path: Pa
         file.write(f"{number}-0", MetricRecord(row.source, values, row.step, dict(row.labels), row.time))
     file.close()
     tracemalloc.start()
-    rows = list(read_rows(tmp_path / METRICS_FILE))
-    held = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
+    try:
+        rows = list(read_rows(tmp_path / METRICS_FILE))
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
     assert len(rows) == 6006
     assert held < 700 * len(rows)
     assert (

@@ -203,9 +203,11 @@ def test_an_array_is_compared_in_memory_of_the_answer_s_length():
     """Broadcast it would take 800 MB."""
     program = "import numpy as np\ndef f(): return np.ones((40_000, 1), 'int8')"
     tracemalloc.start()
-    assert check_program(program, CallTest("f", [], [[1] * 20_000]), LIMITS) == "AssertionError"
-    assert tracemalloc.get_traced_memory()[1] < 100e6
-    tracemalloc.stop()
+    try:
+        assert check_program(program, CallTest("f", [], [[1] * 20_000]), LIMITS) == "AssertionError"
+        assert tracemalloc.get_traced_memory()[1] < 100e6
+    finally:
+        tracemalloc.stop()
 
 
 @needs_sandbox
