@@ -1,6 +1,6 @@
 """A shell in place of a task's container: its folders, variables and files.
 
-Invariants: the shell can't read the task's own folder, also within Python's. After `protect`, what the policy started is
+Invariants: the shell can't read the hidden folder, also within Python's. After `protect`, what the policy started is
 dead, and what it put or linked at the verifier's paths is gone.
 """
 
@@ -40,9 +40,9 @@ class TaskError(RuntimeError):
 
 class TaskMachine:
     def __init__(
-        self, task_folder: Path, build: Build, limits: ShellLimits, *, workdir: str | None, env: Mapping[str, str]
+        self, hidden: Path, build: Build, limits: ShellLimits, *, workdir: str | None, env: Mapping[str, str]
     ) -> None:
-        """workdir: in place of the build's. env: of commands, besides the build's.
+        """hidden: folder that the shell can't read. workdir: in place of the build's. env: of commands, besides the build's.
 
         Raises:
             TaskError: a command of the Dockerfile fails.
@@ -53,7 +53,7 @@ class TaskMachine:
         self.workdir = workdir or build.workdir
         own = () if self.workdir == "/" else (f"/{Path(self.workdir).parts[1]}",)
         self._folders = tuple(dict.fromkeys((*FOLDERS, *build.folders, *own)))
-        self.shell = open_shell(self._folders, limits, hidden=(str(task_folder.resolve()),))
+        self.shell = open_shell(self._folders, limits, hidden=(str(hidden),))
         self.env = self.shell.command_env() | {"HOME": "/root"} | build.env | dict(env)
         try:
             self._set_up()

@@ -11,6 +11,7 @@ from offbeat.envs.harbor.dockerfile import read_dockerfile
 from offbeat.envs.harbor.machine import SOLUTION, TESTS, VERIFIER_LOGS, TaskError, TaskMachine
 from offbeat.envs.harbor.obstacles import resolve
 from offbeat.envs.harbor.task import HarborTask, TaskStep, read_files
+from offbeat.envs.harbor.task_set import OWN_TASKS
 from offbeat.envs.sandbox.backend import AnyShell
 from offbeat.envs.sandbox.shell import CommandResult, ShellError, ShellLimits
 
@@ -28,7 +29,9 @@ class TaskTrial:
         section = task.file.environment
         try:
             build = read_dockerfile(task.dockerfile)
-            self.machine = TaskMachine(task.folder, build, limits, workdir=section.workdir, env=resolve(section.env))
+            folder = task.folder.resolve()
+            hidden = own_tasks if (own_tasks := OWN_TASKS.resolve()) in folder.parents else folder
+            self.machine = TaskMachine(hidden, build, limits, workdir=section.workdir, env=resolve(section.env))
         except TaskError as error:
             raise TaskError(f"{task.folder}: {error}") from error
 

@@ -4,6 +4,7 @@ import pytest
 
 from offbeat.envs.harbor.machine import LOGS, TESTS, VERIFIER_LOGS
 from offbeat.envs.harbor.task import find_tasks, read_files
+from offbeat.envs.harbor.task_set import OWN_TASKS
 from offbeat.envs.harbor.trial import TaskTrial, read_verdict
 from offbeat.envs.sandbox.shell import ShellLimits
 from tests.envs.harbor.task_folder import TaskFolder, needs_shell
@@ -73,6 +74,18 @@ def test_a_task_below_a_readable_folder_can_not_be_read(task_folder: TaskFolder,
         ).output
         assert sorted(found.splitlines())[:3] == [".", f"./{task.folder.name}", "./module.py"]
         assert f"cat: {task.folder}/tests/test.sh: No such file or directory" in found
+    finally:
+        trial.close()
+
+
+@needs_shell
+def test_none_of_offbeats_own_tasks_can_be_read(monkeypatch: pytest.MonkeyPatch):
+    """Those that are held out, too."""
+    monkeypatch.setattr("offbeat.envs.sandbox.shell.READABLE", (str(OWN_TASKS.resolve().parent),))
+    trial = TaskTrial(find_tasks(OWN_TASKS)[0], ShellLimits())
+    try:
+        found = trial.run(f"cd {OWN_TASKS.resolve().parent} && ls task_set.py && find tasks", 20).output
+        assert found.split() == ["task_set.py", "tasks"]
     finally:
         trial.close()
 
