@@ -25,8 +25,10 @@ class Outcomes:
         self._write(f"{len(session.items)} ")
 
     def pytest_runtest_logreport(self, report) -> None:
-        is_skipped = report.when == "setup" and report.skipped and not {"skip", "skipif"}.isdisjoint(report.keywords)
-        if is_skipped or (report.when == "call" and hasattr(report, "wasxfail") and "xfail" in report.keywords):
+        marks = {"skip", "skipif"} if report.when == "setup" else {"__unittest_skip__"}
+        is_skipped = report.skipped and not marks.isdisjoint(report.keywords)
+        is_xfail = report.when != "teardown" and hasattr(report, "wasxfail") and "xfail" in report.keywords
+        if is_skipped or is_xfail:
             self._write("s")
         elif report.when == "call" and report.passed:
             self._write(".")

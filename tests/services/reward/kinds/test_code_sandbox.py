@@ -109,6 +109,21 @@ def test_known(): assert add(1, 1) == 3
 
 @pytest.mark.xfail(reason="fixed")
 def test_fixed(): assert add(1, 1) == 2
+
+@pytest.mark.xfail(run=False)
+def test_endless(): assert add(1, 1) == 3
+
+@pytest.fixture
+def broken(): raise ValueError
+
+@pytest.mark.xfail
+def test_with_fixture(broken): assert add(1, 1) == 3
+
+import unittest
+
+class TestCases(unittest.TestCase):
+    @unittest.skip("later")
+    def test_later(self): assert add(1, 1) == 3
 """
     assert rate(ADD, PYTEST + marked) == 1.0
     assert rate(WRONG_FOR_NEGATIVE, PYTEST + marked) == pytest.approx(2 / 3)
