@@ -52,12 +52,14 @@ def test_a_supervisor_that_fails_is_no_verdict_on_the_program(failure: str, monk
     check_isolation(Limits())
 
 
-def test_a_probe_that_fails_before_it_is_confined_is_no_lack_of_isolation(monkeypatch: pytest.MonkeyPatch):
+def test_a_program_that_ends_before_it_is_confined_is_not_judged(monkeypatch: pytest.MonkeyPatch):
     """Less memory is left than the sandbox's limit."""
     low = f"import resource; resource.setrlimit(resource.RLIMIT_AS, 2 * (300 << 20,)); {SUPERVISOR_CODE}"
     monkeypatch.setattr("offbeat.envs.sandbox.run.SUPERVISOR_CODE", low)
+    with pytest.raises(OSError, match="ended without a result: ValueError"):
+        run_python("print(1)")
     platform_isolation.cache_clear()
-    with pytest.raises(OSError, match="did not end well: ValueError"):
+    with pytest.raises(OSError, match="ended without a result: ValueError"):
         check_isolation(Limits())
     monkeypatch.undo()
     check_isolation(Limits())
