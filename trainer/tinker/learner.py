@@ -8,7 +8,10 @@ import logging
 import shutil
 import time
 from collections import OrderedDict
+from contextlib import suppress
 from threading import Thread
+
+from redis.exceptions import RedisError
 
 from offbeat.services.redis.errors import complaint
 from offbeat.services.tinker.log import CommandLog
@@ -58,7 +61,11 @@ class TinkerLearner:
     def stop_by_signal(self, *_: object) -> None:
         """Stop; a kill that follows is no death of the command that is applied now."""
         self.stop()
-        Thread(target=self._log.report_idle, daemon=True).start()  # this one may be in a call of Redis' client
+        Thread(target=self._report_idle, daemon=True).start()  # this one may be in a call of Redis' client
+
+    def _report_idle(self) -> None:
+        with suppress(RedisError):  # without Redis the death counts, as it would without a signal
+            self._log.report_idle()
 
     def should_retry(self, error: Exception) -> bool:
         """Report that Redis is unavailable; return False once the learner should stop."""

@@ -154,7 +154,7 @@ def test_what_was_left_behind_never_stands_for_what_is_trained_now(tmp_path: Pat
     assert trainer.history == back.history
     assert learner.run()
     again = FakeTrainer()
-    again.load(tmp_path / "checkpoints" / "step-000003", 0.0)
+    again.load(tmp_path / "checkpoints" / "step-000003", 0.0, lambda *_: None, lambda: False)
     assert again.history == trainer.history[:3]
 
 
