@@ -147,10 +147,10 @@ def _supervise(program: int, folder: Path, read_end: int, deadline: float) -> No
                 timed_out = True
                 os.kill(program, signal.SIGKILL)
             signal.sigtimedwait({signal.SIGCHLD}, max(remaining_s, KILL_POLL_S))
-    told = os.read(read_end, 1 << 16)
-    if not told and not timed_out:  # it ended before the program's first line
+    message = os.read(read_end, 1 << 16)
+    if not message and not timed_out:  # it ended before the program's first line
         os._exit(1)
-    isolation = json.loads(told or b'{"layers": [], "started": true}')
+    isolation = json.loads(message or b'{"layers": [], "started": true}')
     outcome = {"exit_code": os.waitstatus_to_exitcode(status), "timed_out": timed_out, **isolation}
     (folder / "outcome.part").write_text(json.dumps(outcome))  # may be killed while it writes
     (folder / "outcome.part").rename(folder / "outcome.json")
