@@ -123,7 +123,7 @@ class EpisodeSession:
         self.closed = False
         self.rewards: list[Reward] = []
         self._num_requested = 0
-        self._padding: set[int] = set()
+        self._extra_ids: set[int] = set()
         """Sampled ids beyond the tokenizer's, of a model with more rows."""
 
     async def answer(self, request: ModelRequest) -> list[ModelReply]:
@@ -215,7 +215,7 @@ class EpisodeSession:
 
     def _require_known(self, token_ids: tuple[int, ...]) -> None:
         num_tokens = self.template.num_tokens
-        if unknown := [token for token in token_ids if token >= num_tokens and token not in self._padding]:
+        if unknown := [token for token in token_ids if token >= num_tokens and token not in self._extra_ids]:
             raise InvalidCallError(f"token {unknown[0]} is not in the policy's vocabulary of {num_tokens}")
 
     def _record(self, prompt: Prompt, completion: Completion, request: ModelRequest) -> ModelReply:
@@ -229,7 +229,7 @@ class EpisodeSession:
             for each in (text, prompt.prefill + text)
         )
         node = self.tree.record(prompt, whole, completion, num_kept)
-        self._padding.update(token for token in completion.token_ids if token >= self.template.num_tokens)
+        self._extra_ids.update(token for token in completion.token_ids if token >= self.template.num_tokens)
         cut = completion.finish_reason is FinishReason.LENGTH
         reason = "tool_calls" if message.tool_calls else "length" if cut else "stop"
         ids = completion.token_ids[:num_kept]

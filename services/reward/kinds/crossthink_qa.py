@@ -26,7 +26,7 @@ class CrossThinkQA:
         truths = cast(Sequence[object], truth) if isinstance(truth, list | tuple) else [truth]
         golds = [text for each in truths for text in spellings(each)]
         answer = _answer(final_text(sample.response))
-        options = _options_of(sample) if any(map(_OPTION.match, golds)) else {}
+        options = _find_options(sample) if any(map(_OPTION.match, golds)) else {}
         if answer is None or not any(_is_same(answer, gold, options) for gold in golds):
             return 0.0
         return 1.0 if has_format(sample.response) else self._outside_format
@@ -53,7 +53,7 @@ def _answer(text: str) -> str | None:
     return (answer if boxed is None else boxed).strip()
 
 
-def _options_of(sample: RewardSample) -> dict[str, str]:
+def _find_options(sample: RewardSample) -> dict[str, str]:
     """Return the prompt's last list of at least two options, from A in order: letter -> what follows."""
     options: dict[str, str] = {}
     newest: dict[str, str] = {}
@@ -69,7 +69,7 @@ def _options_of(sample: RewardSample) -> dict[str, str]:
     return options
 
 
-def _choice_of(gold: str, options: dict[str, str]) -> str | None:
+def _find_choice(gold: str, options: dict[str, str]) -> str | None:
     """Return a gold's letter; `B. text` is a choice if it is one of the prompt's options, as `E. coli` is a text else."""
     if (letter := read_letter(gold, CHOICE)) is not None:
         return letter
@@ -82,6 +82,6 @@ def _choice_of(gold: str, options: dict[str, str]) -> str | None:
 def _is_same(answer: str, gold: str, options: dict[str, str]) -> bool:
     if len(answer) > MAX_ANSWER_CHARS:
         return False
-    if (letter := _choice_of(gold, options)) is not None:
+    if (letter := _find_choice(gold, options)) is not None:
         return read_letter(answer) == letter
     return normalize(answer) == normalize(gold)
