@@ -19,6 +19,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+from vllm.v1.worker.gpu_worker import Worker
 
 from offbeat.services.generation.tensor_file import TensorFile
 from offbeat.services.generation.vllm import cpu_kernels
@@ -30,6 +31,7 @@ from offbeat.services.generation.vllm.lora import (
     take_adapter,
     unwrap,
 )
+from offbeat.services.generation.vllm.sleeping import beside_others
 from offbeat.services.generation.vllm.staging import Staging, can_stage
 from offbeat.services.process import die_with_parent
 
@@ -144,6 +146,7 @@ for _architecture, _class in (
     ("Qwen2_5_VLForConditionalGeneration", "Qwen25VL"),
 ):
     ModelRegistry.register_model(_architecture, f"offbeat.services.generation.vllm.vision:{_class}")
+Worker.sleep = beside_others(Worker.sleep)
 cpu_kernels.register()
 # vLLM collects garbage three times while it starts, and would walk all that was imported each time
 gc.freeze()

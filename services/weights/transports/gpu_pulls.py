@@ -5,10 +5,11 @@ one request at a time.
 """
 
 import json
+import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -25,10 +26,10 @@ PullParameters = dict[str, Any]
 
 PULL_TTL_S = 600
 """Expiry of unread answers."""
-HOLDER_TTL_S = 15
-"""Time without a heartbeat after which the learner counts as gone."""
+HEARTBEAT_TTL_S = 15
+"""Time without a heartbeat after which the learner, or a replica that loads, counts as gone."""
 CHECK_INTERVAL_S = 5.0
-"""Longest blocking read; below the clients' socket timeout and `HOLDER_TTL_S`."""
+"""Longest blocking read; below the clients' socket timeout and `HEARTBEAT_TTL_S`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +55,13 @@ class PullServer:
         return local_address(self._redis)
 
     def take(self, timeout_s: float) -> TensorPull | None:
-        """Return the next unexpired request; renews the heartbeat."""
+        """Return the next request of a living replica; renews the heartbeat."""
         self._renew_holder()
         reply = cast(Any, self._redis.blpop([self._keys.key("pulls")], timeout=timeout_s))
         if reply is None:
             return None
         pull = TensorPull(**json.loads(reply[1]))
-        return pull if pull.expires_at > time.time() else None
+        return pull if self._is_wanted(pull) else None
 
     def answer(self, pull: TensorPull, parameters: PullParameters) -> None:
         key = self._keys.key("pull", pull.pull_id)
@@ -68,16 +69,19 @@ class PullServer:
         self._redis.expire(key, PULL_TTL_S)
 
     def wait_done(self, pull: TensorPull) -> None:
-        """Wait until the replica has loaded; raises `WeightsError` on its failure or timeout."""
+        """Wait until the replica has loaded; raises `WeightsError` on its failure, death or timeout."""
         key, reply = self._keys.key("pull", pull.pull_id, "done"), None
-        while reply is None and time.time() < pull.expires_at:
+        while reply is None and self._is_wanted(pull):
             self._renew_holder()
             reply = cast(Any, self._redis.blpop([key], timeout=CHECK_INTERVAL_S))
         if reply is None or reply[1] != b"ok":
             raise WeightsError(f"a replica did not load version {pull.version}")
 
+    def _is_wanted(self, pull: TensorPull) -> bool:
+        return pull.expires_at > time.time() and bool(self._redis.exists(_loader_key(self._keys, pull.pull_id)))
+
     def _renew_holder(self) -> None:
-        self._redis.set(self._keys.key("pulls", "holder"), self._token, ex=HOLDER_TTL_S)
+        self._redis.set(self._keys.key("pulls", "holder"), self._token, ex=HEARTBEAT_TTL_S)
 
     def leave(self) -> None:
         self._redis.delete(self._keys.key("pulls", "holder"))
@@ -109,20 +113,48 @@ def open_pull(redis: Redis, run_id: str, version: int, *, workers: int, timeout_
     keys = RunKeys(run_id)
     pull = TensorPull(uuid.uuid4().hex, version, workers, time.time() + timeout_s)
     request = {name: getattr(pull, name) for name in TensorPull.__slots__}
-    with _translate_redis_errors():
-        redis.rpush(keys.key("pulls"), json.dumps(request))
-        reply = cast(Any, redis.blpop([keys.key("pull", pull.pull_id)], timeout=timeout_s))
-    if reply is None:
-        raise WeightsError(f"the learner did not hand out version {version} within {timeout_s} s")
-    parameters: PullParameters = json.loads(reply[1])
-    if "error" in parameters:
-        raise WeightsError(f"the learner refused version {version}: {parameters['error']}")
-    done = keys.key("pull", pull.pull_id, "done")
-    outcome = "failed"
-    try:
-        yield parameters
-        outcome = "ok"
-    finally:
+    with _living(redis, _loader_key(keys, pull.pull_id)):
         with _translate_redis_errors():
-            redis.rpush(done, outcome)
-            redis.expire(done, PULL_TTL_S)
+            redis.rpush(keys.key("pulls"), json.dumps(request))
+            reply = cast(Any, redis.blpop([keys.key("pull", pull.pull_id)], timeout=timeout_s))
+        if reply is None:
+            raise WeightsError(f"the learner did not hand out version {version} within {timeout_s} s")
+        parameters: PullParameters = json.loads(reply[1])
+        if "error" in parameters:
+            raise WeightsError(f"the learner refused version {version}: {parameters['error']}")
+        done = keys.key("pull", pull.pull_id, "done")
+        outcome = "failed"
+        try:
+            yield parameters
+            outcome = "ok"
+        finally:
+            with _translate_redis_errors():
+                redis.rpush(done, outcome)
+                redis.expire(done, PULL_TTL_S)
+
+
+@contextmanager
+def _living(redis: Redis, key: str) -> Iterator[None]:
+    """Keep a key, which expires soon after the death of this process."""
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(CHECK_INTERVAL_S):
+            with suppress(redis_errors.RedisError):  # what the pull itself does with an outage counts
+                redis.set(key, "", ex=HEARTBEAT_TTL_S)
+
+    with _translate_redis_errors():
+        redis.set(key, "", ex=HEARTBEAT_TTL_S)
+    thread = threading.Thread(target=renew, name="weights-pull", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        with suppress(redis_errors.RedisError):
+            redis.delete(key)
+
+
+def _loader_key(keys: RunKeys, pull_id: str) -> str:
+    return keys.key("pull", pull_id, "loader")

@@ -1,6 +1,9 @@
 """Weights in the learner's device memory: a replica pulls, the learner hands out, one at a time, as long as it lives."""
 
 import json
+import select
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -148,6 +151,39 @@ def test_a_replica_that_fails_does_not_keep_others_waiting(
         assert path.exists()
 
 
+ASKING = """
+import sys
+import redis
+from offbeat.services.weights.transports.gpu_pulls import open_pull
+
+with redis.Redis.from_url(sys.argv[1]) as client, open_pull(client, sys.argv[2], 0, workers=1, timeout_s=300.0):
+    print("loading", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_replica_that_dies_while_it_loads_does_not_keep_others_waiting(
+    learner: Callable[..., DeviceTransport],
+    replica: DeviceTransport,
+    redis_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor does one that died before it was served."""
+    monkeypatch.setattr(gpu_pulls, "CHECK_INTERVAL_S", 0.2)
+    manifest = stage(learner(), 0)
+    command = [sys.executable, "-c", ASKING, redis_url, RUN]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as first, subprocess.Popen(command, **pipes) as second:
+        assert first.stdout is not None
+        assert second.stdout is not None
+        ready, _, _ = select.select([first.stdout, second.stdout], [], [], 60)
+        assert ready
+        first.kill()
+        second.kill()
+    with replica.fetch(manifest) as path:
+        assert path.exists()
+
+
 def test_an_error_while_sending_reaches_the_replica(
     learner: Callable[..., DeviceTransport], replica: DeviceTransport
 ) -> None:
@@ -171,7 +207,7 @@ def test_the_checksum_depends_on_values_and_not_on_memory_layout() -> None:
 def test_a_replica_may_load_longer_than_a_read_and_its_slot_last(
     redis_url: str, replica: DeviceTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_pulls, "HOLDER_TTL_S", 1)
+    monkeypatch.setattr(gpu_pulls, "HEARTBEAT_TTL_S", 1)
     monkeypatch.setattr(gpu_pulls, "CHECK_INTERVAL_S", 0.1)
     monkeypatch.setattr(device, "PULL_POLL_S", 0.1)
     outcomes: list[str] = []
