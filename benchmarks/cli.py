@@ -10,7 +10,17 @@ from typing import Annotated, Literal
 
 import typer
 
-from offbeat.benchmarks.cli_options import CoalesceS, Cuda, JsonFile, MeshEngine, ModelFolder, Quick, Size, run_bench
+from offbeat.benchmarks.cli_options import (
+    CoalesceS,
+    Cuda,
+    DtypeName,
+    JsonFile,
+    MeshEngine,
+    ModelFolder,
+    Quick,
+    Size,
+    run_bench,
+)
 from offbeat.benchmarks.cli_runs import runs_app
 from offbeat.deploy.local.signals import raise_interrupt_on_signals
 
@@ -84,7 +94,7 @@ def bench_scale(
 @bench_app.command("generation")
 def bench_generation(
     model: ModelFolder = None,
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the engine.")] = "float32",
+    dtype: Annotated[DtypeName, typer.Option(help="Of the engine.")] = "float32",
     concurrency: Annotated[
         list[int] | None, typer.Option(min=1, help="Requests at a time; may be repeated. Default: 1 to 256.")
     ] = None,
@@ -92,6 +102,9 @@ def bench_generation(
     per_client: Annotated[int, typer.Option(min=1, help="Requests of a client in a round; at least those of 16.")] = 8,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     http: Annotated[bool, typer.Option(help="Also as somebody else's agent calls it, over HTTP.")] = True,
+    enforce_eager: Annotated[
+        bool | None, typer.Option(help="Without a compiled model and CUDA graphs. Default: on a CPU.")
+    ] = None,
     cuda: Cuda = False,
     json: JsonFile = None,
     quick: Quick = False,
@@ -107,6 +120,7 @@ def bench_generation(
         per_client=per_client,
         rounds=rounds,
         http=http,
+        enforce_eager=enforce_eager,
         device="cuda" if cuda else "cpu",
     )
     if quick:
@@ -122,9 +136,11 @@ def bench_turn(
         list[int] | None, typer.Option(min=1, help="Episodes at a time; may be repeated. Default: 1 to 1024.")
     ] = None,
     coalesce_s: CoalesceS = 0.0,
+    dtype: Annotated[DtypeName, typer.Option(help="Of the engines.")] = "float32",
     sessions: Annotated[bool, typer.Option(help="Keep episodes in the engine between their turns.")] = True,
     engine: Annotated[MeshEngine, typer.Option(help="Of the mesh; the bare one is vLLM.")] = MeshEngine.vllm,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
+    cuda: Cuda = False,
     json: JsonFile = None,
     quick: Quick = False,
 ) -> None:
@@ -136,9 +152,11 @@ def bench_turn(
         smollm2=smollm2,
         concurrency=tuple(concurrency or bench.TurnOptions().concurrency),
         coalesce_s=coalesce_s,
+        dtype=dtype,
         sessions=sessions,
         engine=engine.value,
         rounds=rounds,
+        device="cuda" if cuda else "cpu",
     )
     if quick:
         options = replace(options, concurrency=(1, 16), window_s=1.0, idle_s=1.0, rounds=1)
@@ -156,6 +174,7 @@ def bench_learner(
     budget: Annotated[int, typer.Option(min=64, help="Tokens of one forward and backward pass.")] = 2048,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps that are measured.")] = 5,
     threads: Annotated[int, typer.Option(min=1, help="torch's, on a CPU.")] = 1,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of forward and backward.")] = "float32",
     cuda: Cuda = False,
     json: JsonFile = None,
     quick: Quick = False,
@@ -166,7 +185,7 @@ def bench_learner(
 
     options = learner.LearnerOptions(
         model=model, size=size.value, sequences=sequences, longest=longest, budget=budget, steps=steps, threads=threads,
-        device="cuda" if cuda else "cpu",
+        device="cuda" if cuda else "cpu", dtype=dtype,
     )  # fmt: skip
     if quick:
         options = replace(options, sequences=8, longest=64, budget=256, steps=2, vocabulary=256)
@@ -187,13 +206,16 @@ def bench_trees(
     budget: Annotated[int, typer.Option(min=64, help="Tokens of one forward and backward pass.")] = 4096,
     rounds: Annotated[int, typer.Option(min=1, help="Batches of each side that are measured.")] = 3,
     threads: Annotated[int, typer.Option(min=1, help="torch's.")] = 1,
+    dtype: Annotated[DtypeName, typer.Option(help="Of the passes that are timed.")] = "float32",
+    cuda: Cuda = False,
     json: JsonFile = None,
     quick: Quick = False,
 ) -> None:
     """Compare passes over prefix trees with passes over separate sequences."""
     from offbeat.benchmarks import trees
 
-    options = trees.TreeOptions(size.value, groups, group_size, budget, rounds, threads)
+    device: Literal["cpu", "cuda"] = "cuda" if cuda else "cpu"
+    options = trees.TreeOptions(size.value, groups, group_size, budget, rounds, threads, device, dtype)
     run_bench("trees", trees.run, replace(options, groups=1, group_size=4, rounds=1) if quick else options, json)
 
 
@@ -239,7 +261,7 @@ def bench_weights(
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Versions of each setting.")] = 5,
     running: Annotated[int, typer.Option(min=1, help="Requests that run in each replica.")] = 8,
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the weights.")] = "bfloat16",
+    dtype: Annotated[DtypeName, typer.Option(help="Of the weights.")] = "bfloat16",
     json: JsonFile = None,
     quick: Quick = False,
 ) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -15,6 +15,7 @@ Quick = Annotated[
     bool, typer.Option("--quick", help="Seconds instead of minutes: shows that it works, measures little.")
 ]
 Cuda = Annotated[bool, typer.Option("--cuda", help="On the first GPU.")]
+DtypeName = Literal["float32", "bfloat16", "float16"]
 ModelFolder = Annotated[
     Path | None, typer.Option(metavar="FOLDER", help="A Hugging Face folder. Default: the tiny policy.")
 ]

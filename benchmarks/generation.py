@@ -53,6 +53,8 @@ class GenerationOptions:
     rounds: int = 3
     coalesce_s: float = 0.01
     http: bool = True
+    enforce_eager: bool | None = None
+    """None: the engine's default."""
     device: Literal["cpu", "cuda"] = "cpu"
 
 
@@ -138,7 +140,8 @@ def run(options: GenerationOptions) -> dict[str, Any]:
 
 def _run_config(base: BenchEnvironment, options: GenerationOptions) -> RunConfig:
     first = base.run_config("bench-generation", custom_envs={TAG: slow_lake({})})
-    engine = first.actor_infer.engine.model_copy(update={"max_num_seqs": 256, "gpu_memory_utilization": SHARE_OF_GPU})
+    updates = {"max_num_seqs": 256, "gpu_memory_utilization": SHARE_OF_GPU, "enforce_eager": options.enforce_eager}
+    engine = first.actor_infer.engine.model_copy(update=updates)
     infer = first.actor_infer.model_copy(
         update={
             "device": options.device,

@@ -40,6 +40,7 @@ class LearnerOptions:
     steps: int = 5
     threads: int = 1
     device: str = "cpu"
+    dtype: str = "float32"
 
 
 def run(options: LearnerOptions) -> dict[str, Any]:
@@ -55,7 +56,9 @@ def run(options: LearnerOptions) -> dict[str, Any]:
             ("ragged", _ragged(options), PROMPT),
             ("long prompts", equal, long_prompt),
         ):
-            task = BackendTask(model, lengths, prompt, options.budget, options.threads, 1, options.device)
+            task = BackendTask(
+                model, lengths, prompt, options.budget, options.threads, 1, options.device, options.dtype
+            )
             task.write(Path(folder) / "task.json")
             present = ["offbeat", "shared", *sides[1:]] if prompt == long_prompt else sides
             batches[name] = _measure(present, Path(folder) / "task.json", sum(lengths), options.steps)

@@ -33,6 +33,8 @@ class BackendTask:
     threads: int
     seed: int
     device: str
+    dtype: str = "float32"
+    """Of forward and backward; weights and moments of all sides are float32."""
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))
@@ -79,7 +81,7 @@ def ours(task: BackendTask, *, shared_prefix: bool = False) -> None:
     from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
 
     args = {"learning_rate": RATE, "max_grad_norm": MAX_NORM, "max_tokens_per_microbatch": task.budget}
-    model = {"shared_prefix": shared_prefix}
+    model = {"shared_prefix": shared_prefix, "dtype": task.dtype}
     tree = {"pg_clip": CLIP, "actor_train": {"training_args": args, "model_args": model}}
     config = LearnerConfig.model_validate(tree)
     torch.set_num_threads(task.threads)
@@ -166,7 +168,8 @@ def _bare_loss(model: Any, task: BackendTask, data: Data, rows: list[int]) -> An
     tokens = pad([data.tokens[i] for i in rows])
     lengths = torch.tensor([task.lengths[i] for i in rows], device=task.device)
     mask = torch.arange(tokens.shape[1], device=task.device)[None] < lengths[:, None]
-    logits = model(tokens, attention_mask=mask.long(), use_cache=False).logits[:, task.prompt - 1 : -1]
+    with torch.autocast(task.device, torch.bfloat16, enabled=task.dtype == "bfloat16"):
+        logits = model(tokens, attention_mask=mask.long(), use_cache=False).logits[:, task.prompt - 1 : -1].float()
     logp = logits.log_softmax(-1).gather(2, tokens[:, task.prompt :, None])[:, :, 0]
     old = pad([data.logprobs[i] for i in rows]).float()
     advantage = torch.tensor([data.advantages[i] for i in rows], device=task.device, dtype=logp.dtype)[:, None]
@@ -222,7 +225,7 @@ def trl(task: BackendTask) -> None:
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
-        bf16=False,
+        bf16=task.dtype == "bfloat16",
         gradient_checkpointing=False,
         use_cpu=task.device == "cpu",
     )

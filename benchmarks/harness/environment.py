@@ -29,6 +29,8 @@ from offbeat.trainer.run import buffer_limits
 
 QUICKSTART = Path(__file__).parents[2] / "deploy/configs/quickstart.yaml"
 TAG = "FrozenLake"
+ON_CPUS = ("actor_train.device=cpu", "actor_infer.device=cpu")
+"""Also where a run would take GPUs."""
 WORKER_TIMEOUT_S = 60.0
 
 
@@ -40,8 +42,8 @@ class BenchEnvironment:
     server_pid: int
 
     def run_config(self, run_id: str, **changes: Any) -> RunConfig:
-        """Return the quickstart with `changes` to top-level keys."""
-        config = load_run(QUICKSTART)
+        """Return the quickstart on CPUs with `changes` to top-level keys."""
+        config = load_run(QUICKSTART, ON_CPUS)
         return config.model_copy(update={"exp_name": run_id, "output_dir": self.folder / run_id, **changes})
 
     def prepare(self, config: RunConfig, *, spare_steps: float = 0.0) -> int:

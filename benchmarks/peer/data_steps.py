@@ -118,6 +118,7 @@ def side_config(
             f"sequence_length={shape.sequence_length}",
             f"actor_train.model_args.shared_prefix={str(shared).lower()}",
             f"actor_train.num_threads={options.threads}",
+            "actor_train.device=cpu",
             f"actor_train.training_args.max_tokens_per_microbatch={budget}",
             "actor_train.training_args.lr_scheduler_type=constant",
             "actor_train.training_args.warmup_steps=0",

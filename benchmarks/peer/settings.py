@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from offbeat.benchmarks.harness.environment import ON_CPUS
 from offbeat.benchmarks.peer.trl_worker.job import EvaluateJob, Play, TrainJob
 from offbeat.deploy.config.loader import load_run
 from offbeat.deploy.config.run import RunConfig
@@ -80,7 +81,8 @@ def with_overrides(setting: PeerSetting, overrides: Sequence[str]) -> PeerSettin
 
 
 def warm_config(setting: PeerSetting, seed: int, output: Path) -> RunConfig:
-    return load_run(CONFIGS / setting.config, [f"seed={seed}", f"exp_name=peer-warm-{seed}", f"output_dir={output}"])
+    names = (f"exp_name=peer-warm-{seed}", f"output_dir={output}")
+    return load_run(CONFIGS / setting.config, [f"seed={seed}", *names, *ON_CPUS])
 
 
 def offbeat_config(setting: PeerSetting, seed: int, steps: int, policy: Path, output: Path) -> RunConfig:
@@ -94,6 +96,7 @@ def offbeat_config(setting: PeerSetting, seed: int, steps: int, policy: Path, ou
             f"max_steps={steps}",
             f"save_steps={setting.snapshot_every or steps}",
             *LEARNER_MEASURES,
+            *ON_CPUS,
             *setting.overrides,
         ],
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from offbeat.benchmarks.generation import publish_start, running_service
+from offbeat.benchmarks.generation import SHARE_OF_GPU, publish_start, running_service
 from offbeat.benchmarks.harness.environment import TAG, BenchEnvironment, bench_environment, manager
 from offbeat.benchmarks.harness.process_actor import ProcessActor
 from offbeat.benchmarks.harness.result import Spread, console
@@ -54,6 +54,7 @@ class TurnOptions:
     """`actor_infer.keep_sessions`."""
     engine: EngineName = "vllm"
     """Of the mesh; the floor is vLLM's with either."""
+    device: Literal["cpu", "cuda"] = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,11 @@ def _start(options: TurnOptions, base: BenchEnvironment, stack: ExitStack) -> tu
     publish_start(base, config, model)
     files = {name: base.folder / f"{name}.parts" for name in ("bare", "engine", "worker")}
     bare = BareTurns(floor, model, config.sequence_length, {FILE: str(files["bare"])})
-    floors: dict[str, Any] = {"bare": bare, "forward": ForwardAlone(model, options.dtype, 1), "env": EnvAlone()}
+    floors: dict[str, Any] = {
+        "bare": bare,
+        "forward": ForwardAlone(model, options.dtype, options.device, 1),
+        "env": EnvAlone(),
+    }
     actors = {name: stack.enter_context(ProcessActor(it, base.folder / f"{name}.log")) for name, it in floors.items()}
     address = stack.enter_context(running_service(base, config, model, {FILE: str(files["engine"])}))
     policy = PolicySpec("service", ray_address=address, parts=files["worker"])
@@ -113,8 +118,14 @@ def _run_config(base: BenchEnvironment, options: TurnOptions, model: Path | None
         max_steps=UNREACHED_STEPS,
         **({} if model is None else {"pretrain": str(model.resolve())}),
     )
-    timed = first.actor_infer.engine.model_copy(update={"worker_extension_cls": EXTENSION})
-    common = {"model_args": EngineModelArgs(dtype=options.dtype), "keep_sessions": options.sessions}
+    timed = first.actor_infer.engine.model_copy(
+        update={"worker_extension_cls": EXTENSION, "gpu_memory_utilization": SHARE_OF_GPU}
+    )
+    common = {
+        "device": options.device,
+        "model_args": EngineModelArgs(dtype=options.dtype),
+        "keep_sessions": options.sessions,
+    }
     floor = first.actor_infer.model_copy(
         update={**common, "strategy_args": EngineStrategy.model_construct(strategy_name="vllm", strategy_config=timed)}
     )

@@ -103,9 +103,10 @@ class BareTurns:
 class ForwardAlone:
     """The player of TRL's side: transformers with each episode's keys and values, all episodes in step."""
 
-    def __init__(self, model: Path, dtype: Dtype, threads: int) -> None:
+    def __init__(self, model: Path, dtype: Dtype, device: str, threads: int) -> None:
         self._model = model
         self._dtype = dtype
+        self._device = device
         self._threads = threads
 
     async def start(self) -> None:
@@ -113,6 +114,7 @@ class ForwardAlone:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.set_num_threads(self._threads)
+        torch.set_default_device(self._device)
         config = AutoConfig.from_pretrained(self._model, trust_remote_code=False)
         dtype = getattr(torch, self._dtype)
         # any weights cost the same
