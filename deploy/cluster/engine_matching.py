@@ -91,8 +91,7 @@ def is_equivalent(requested: GenerationConfig, offer: EngineOffer) -> bool:
         engine = side["strategy_args"]["strategy_config"]
         engine.pop("enable_sleep_mode")  # a deployed engine takes no turns
         engine.pop("max_loras")
-        if requested.strategy_args.strategy_name == "sglang":
-            engine.pop("enforce_eager")  # true in the records of builds without CUDA graphs
+        engine.pop("enforce_eager")  # true in the records of earlier builds
         if offer.config.engine.max_loras > 1:
             engine.pop("max_lora_rank")  # room for a larger one changes nothing
     return sides[0] == sides[1]

@@ -3,7 +3,7 @@
 import re
 from typing import Literal, Self
 
-from pydantic import ConfigDict, Field, JsonValue, ValidationInfo, field_validator, model_validator
+from pydantic import ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from offbeat.envs.config import Config
 from offbeat.services.devices import DeviceMapping
@@ -57,7 +57,10 @@ class VllmConfig(Config):
     engines. None: if engines and learner share GPUs, and the run is synchronous (`max_staleness` 0) or other engines have
     GPUs of their own.
     """
-    enforce_eager: bool = True
+    enforce_eager: bool | None = None
+    """Whether the model is not compiled, and has no CUDA graphs. None: with vLLM on a CPU, and where it serves adapters
+    (`max_lora_rank`). Compiling lengthens an engine's first start on a GPU by up to a minute.
+    """
     enable_prefix_caching: bool = True
     max_lora_rank: int | None = Field(default=None, ge=1, le=512)
     """Largest `lora_rank` served as an adapter, instead of merged weights."""
@@ -88,6 +91,8 @@ def arguments_beyond_hf(engine: VllmConfig) -> list[str]:
     """Return the set arguments that `hf_infer` does not have."""
     fields = type(engine).model_fields.items()
     changed = [name for name, field in fields if name not in HF_ARGUMENTS and getattr(engine, name) != field.default]
+    if engine.enforce_eager:  # as it does, and as records of earlier builds say
+        changed.remove("enforce_eager")
     return [*changed, *(engine.model_extra or ())]
 
 
@@ -116,7 +121,7 @@ class EngineStrategy(Config):
     """`hf_infer`: transformers in the replica's process, for small models on a CPU. `sglang`: an SGLang server."""
     python: str = ""
     """Python with SGLang (`/other/venv/bin/python`), whose requirements are not vLLM's; empty: this one."""
-    strategy_config: VllmConfig = Field(default=VllmConfig(), validate_default=True)
+    strategy_config: VllmConfig = VllmConfig()
 
     @field_validator("strategy_name", mode="before")
     @classmethod
@@ -124,14 +129,6 @@ class EngineStrategy(Config):
         if isinstance(value, str) and value in UNSUPPORTED:
             raise ValueError(f"{value} can't sample ({UNSUPPORTED[value]}): take vllm, hf_infer or sglang")
         return value
-
-    @field_validator("strategy_config")
-    @classmethod
-    def _has_sglangs_default(cls, value: VllmConfig, info: ValidationInfo) -> VllmConfig:
-        """Resolve it here: in a run's record every field is set."""
-        if info.data.get("strategy_name") != "sglang" or "enforce_eager" in value.model_fields_set:
-            return value
-        return value.model_copy(update={"enforce_eager": False})
 
 
 class GenerationConfig(Config):
@@ -199,6 +196,14 @@ class GenerationConfig(Config):
         engine = self.engine.model_copy(update=arguments)
         strategy = self.strategy_args.model_copy(update={"strategy_config": engine})
         return self.model_copy(update={"strategy_args": strategy})
+
+    @property
+    def enforces_eager(self) -> bool:
+        """Whether the model is not compiled."""
+        if self.engine.enforce_eager is not None:
+            return self.engine.enforce_eager
+        is_vllm = self.strategy_args.strategy_name == "vllm"
+        return is_vllm and (self.device == "cpu" or self.engine.max_lora_rank is not None)
 
     @property
     def can_keep_sessions(self) -> bool:

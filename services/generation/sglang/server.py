@@ -54,7 +54,7 @@ def server_arguments(config: GenerationConfig, model: Path, sequence_length: int
         "pp-size": engine.pipeline_parallel_size,
         "random-seed": seed,
         "device": config.device,
-        "disable-cuda-graph": engine.enforce_eager,
+        "disable-cuda-graph": config.enforces_eager,
         "disable-radix-cache": not engine.enable_prefix_caching,
         "enable-memory-saver": bool(engine.enable_sleep_mode),
         "enable-weights-cpu-backup": bool(engine.enable_sleep_mode),

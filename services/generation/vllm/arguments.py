@@ -29,7 +29,7 @@ def engine_environment(config: GenerationConfig) -> dict[str, str]:
         environment |= {"OMP_NUM_THREADS": str(max(1, round(config.cpus_per_replica)))}
         environment |= keep_freed_memory()
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(PRIMITIVES)}
-        if config.engine.enforce_eager:
+        if config.enforces_eager:
             # vLLM compiles the rank of sampled tokens even then, for 1 s of CPU at each start and 20 s of g++ at a machine's
             # first, and is no faster with it at 64 sequences.
             environment |= {"TORCH_COMPILE_DISABLE": "1"}
@@ -52,7 +52,7 @@ def engine_arguments(config: GenerationConfig, model: Path, sequence_length: int
         "max_num_seqs": config.engine.max_num_seqs,
         "tensor_parallel_size": config.engine.tensor_parallel_size,
         "pipeline_parallel_size": config.engine.pipeline_parallel_size,
-        "enforce_eager": config.engine.enforce_eager,
+        "enforce_eager": config.enforces_eager,
         "enable_prefix_caching": config.engine.enable_prefix_caching,
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
@@ -85,7 +85,7 @@ def engine_arguments(config: GenerationConfig, model: Path, sequence_length: int
 def extension_arguments(config: GenerationConfig) -> dict[str, Any]:
     """Return the arguments of `WorkerExtension`, which engines with weights of their own lack."""
     arguments: dict[str, Any] = {"worker_extension_cls": WORKER_EXTENSION}
-    if config.device == "cpu" and config.engine.enforce_eager:  # else the compiler makes one kernel of the operations
+    if config.device == "cpu" and config.enforces_eager:  # else the compiler makes one kernel of the operations
         from offbeat.services.generation.vllm import cpu_kernels
 
         cpu_kernels.register()

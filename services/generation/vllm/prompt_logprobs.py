@@ -36,6 +36,7 @@ class PromptLogprobs:
         arguments = engine_arguments(config, folder, max_tokens, 0)
         arguments |= {
             "load_format": "auto",
+            "enforce_eager": True,  # graphs are of decoding
             "max_logprobs": k,
             "logprobs_mode": "raw_logprobs",
             "enable_prefix_caching": False,  # cached positions have no logits

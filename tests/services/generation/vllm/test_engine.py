@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -47,6 +47,26 @@ def test_an_eager_engine_on_a_cpu_compiles_nothing():
     assert last_word(COMPILED_FRAMES, engine_environment(GenerationConfig(device="cpu"))) == "0"
     compiled = EngineStrategy(strategy_config=VllmConfig(enforce_eager=False))
     assert "TORCH_COMPILE_DISABLE" not in engine_environment(GenerationConfig(device="cpu", strategy_args=compiled))
+
+
+@pytest.mark.parametrize(
+    ("device", "arguments", "is_eager"),
+    [
+        ("cpu", {}, True),
+        ("cuda", {}, False),
+        ("cuda", {"max_lora_rank": 8}, True),
+        ("cuda", {"max_lora_rank": 8, "enforce_eager": False}, False),
+        ("cuda", {"enforce_eager": True}, True),
+        ("cpu", {"enforce_eager": False}, False),
+    ],
+)
+def test_cuda_graphs_are_the_default_on_a_gpu(
+    device: Literal["cpu", "cuda"], arguments: dict[str, Any], is_eager: bool, tmp_path: Path
+):
+    """Adapters are served without: layers are taken out of the model after graphs would be captured."""
+    strategy = EngineStrategy(strategy_config=VllmConfig.model_validate(arguments))
+    config = GenerationConfig(device=device, strategy_args=strategy)
+    assert engine_arguments(config, tmp_path, 64, 1)["enforce_eager"] is is_eager
 
 
 @pytest.mark.parametrize(
