@@ -21,8 +21,8 @@ SETTINGS = (
     f"actor_infer.strategy_args.strategy_config.kv_cache_memory_bytes={1 << 30}",
 )
 """Of the GPU's memory, what several tests can share."""
-TOLERANCE = 1e-3
-"""float32, with other kernels for the same sums."""
+TOLERANCE = 5e-2
+"""The engine samples in bfloat16, the learner computes in float32."""
 
 
 def test_models_learn_and_are_sampled(tmp_path: Path) -> None:

@@ -5,6 +5,10 @@ for archive in "$1"/*.tar.xz; do tar -C $site -xJf "$archive" & done
 wait
 unset PYTHONDONTWRITEBYTECODE # set there: each process would compile all it imports, for a minute
 python3 -m compileall -q -j 0 $site
+# what tests call as a user does
+mkdir -p .venv/bin
+printf '#!/bin/sh\nexec python3 -m offbeat.deploy.cli.app "$@"\n' > .venv/bin/offbeat
+chmod +x .venv/bin/offbeat
 export PYTHONPATH=$site:$PWD/deploy/package:$PWD PYTHONUNBUFFERED=1 NO_COLOR=1 COLUMNS=150
 # FlashInfer is not packed
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_USE_FLASHINFER_SAMPLER=0 TOKENIZERS_PARALLELISM=false
