@@ -1,5 +1,7 @@
 """Adapter for GEM (arXiv:2510.01051)."""
 
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -20,7 +22,9 @@ class GemConfig(Config):
     kwargs: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Arguments of `gem.make`."""
     success_reward: float = 1.0
-    """Minimum last reward of a success."""
+    """Minimum last reward of a success; lower for games that pay less than 1 for the winning move, as Wordle (.5) and
+    2048 (the move's share of the progress).
+    """
 
 
 class GemEnv(TextEnv):
@@ -43,15 +47,16 @@ class GemEnv(TextEnv):
         env_seed = int(self.np_random.integers(2**31))
         self._random_state.seed(env_seed)
         with self._random_state():
-            observation, _ = self._env.reset(seed=env_seed)
-        return str(observation), {}
+            observation, info = self._env.reset(seed=env_seed)
+        return _render(observation, info or {}), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         with self._random_state():
             observation, reward, terminated, truncated, info = self._env.step(action)
-        numbers = select_numbers(cast(dict[str, Any], info or {}))
+        info = cast(dict[str, Any], info or {})
         success = bool(terminated) and float(reward) >= self.config.success_reward
-        return str(observation), float(reward), bool(terminated), bool(truncated), {**numbers, "success": success}
+        metrics = {**select_numbers(info), "success": success}
+        return _render(observation, info), float(reward), bool(terminated), bool(truncated), metrics
 
     def random_answer(self, rng: np.random.Generator) -> str:
         random_state = PrivateRandomState()
@@ -61,3 +66,14 @@ class GemEnv(TextEnv):
                 return str(self._env.sample_random_action())
             except NotImplementedError:
                 return str(rng.integers(10))
+
+    def close(self) -> None:
+        with suppress(AttributeError):  # most envs have no `close`; MathEnv's fails with `use_mp: false`
+            self._env.close()
+
+
+def _render(observation: object, info: Mapping[str, Any]) -> str:
+    """Put an observation between the prefix and suffix of `info`, as GEM's `ObservationWrapper` does."""
+    text, suffix = str(observation), str(info.get("suffix", ""))
+    newline = "\n" if text and suffix and not text.endswith("\n") else ""
+    return f"{info.get('prefix', '')}{text}{newline}{suffix}"

@@ -1,9 +1,11 @@
 """Contract of each adapter over the real library; skipped if it is not installed."""
 
 import random
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import gymnasium
@@ -30,6 +32,7 @@ CASES = [
     ("reasoning_gym", "reasoning_gym", {"dataset": "chain_sum"}),
     ("textarena", "textarena", {"id": "GuessTheNumber-v0"}),
     ("gem", "gem", {"id": "game:Mastermind-v0-easy"}),
+    ("gem", "gem", {"id": "game:FifteenPuzzle-v0-easy"}),
 ]
 
 
@@ -256,11 +259,44 @@ def test_an_unknown_env_or_setting_is_named(module: str, env_type: str, env_conf
         registry.make(env_type, env_config)
 
 
+class Slide:
+    """Env as GEM's games: the board is in the suffix."""
+
+    num_closed = 0
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        del seed
+        return "Slide the tiles!", {"suffix": "Board: 2 . . 2\nEnter your move."}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        info = {"prefix": "Turn 2.\n", "suffix": "Board: 4 . . .", "tiles": 1}
+        return f"You moved {action}.\n", 0.0, False, False, info
+
+    def close(self) -> None:
+        Slide.num_closed += 1
+
+
+def test_gems_boards_are_shown_and_its_envs_closed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "gem", cast(ModuleType, SimpleNamespace(make=lambda _: Slide())))
+    env = registry.make("gem", {"id": "game:Slide-v0"})
+    assert env.reset(seed=1)[0] == "Slide the tiles!\nBoard: 2 . . 2\nEnter your move."
+    observation, *_, info = env.step("left")
+    assert observation == "Turn 2.\nYou moved left.\nBoard: 4 . . ."
+    assert info == {"tiles": 1.0, "success": False}
+    env.close()
+    assert Slide.num_closed == 1
+
+
+def test_a_gem_env_without_close_is_closed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "gem", cast(ModuleType, SimpleNamespace(make=lambda _: object())))
+    registry.make("gem", {"id": "game:Slide-v0"}).close()
+
+
 def test_a_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(__import__("sys").modules, "gem", None)
+    monkeypatch.setitem(sys.modules, "gem", None)
     with pytest.raises(ValueError, match=r"gem is not installed: .* --no-deps gem-llm"):
         registry.make("gem", {"id": "x"})
-    monkeypatch.setitem(__import__("sys").modules, "textarena", None)
+    monkeypatch.setitem(sys.modules, "textarena", None)
     with pytest.raises(ValueError, match=r"textarena is not installed: uv pip install 'offbeat\[textarena\]'"):
         registry.make("textarena", {"id": "x"})
 
