@@ -88,6 +88,9 @@ def fork_config(
     config: Mapping[str, Any], record: RunRecord, step: int, checkpoint: str, changes: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the configuration of a fork; raises `InvalidRunError`."""
+    if "resume_from_checkpoint" in changes:
+        message = f"is the checkpoint of step {step}, which the parameter `step` names: leave the key out"
+        raise InvalidRunError([ProblemView(path="resume_from_checkpoint", message=message)])
     tree = copy.deepcopy(dict(config))
     name = changes.get("exp_name", f"{record.run_id}-fork-{step}")
     if not isinstance(name, str) or not re.fullmatch(RUN_ID, name):

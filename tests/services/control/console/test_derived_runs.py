@@ -120,6 +120,7 @@ def test_changes_are_merged_into_the_configuration() -> None:
         ({"exp_name": "../x"}, "exp_name: '../x' is no name of a run"),
         ({"exp_name": "lake"}, "exp_name: lake is the name of the run itself"),
         ({"a.b": 1}, "a.b: a is a value"),
+        ({"resume_from_checkpoint": False}, "resume_from_checkpoint: is the checkpoint of step 4, which the parameter"),
     ],
 )
 def test_a_change_that_fits_nothing_is_refused(changes: dict[str, object], problem: str) -> None:
