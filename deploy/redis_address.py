@@ -6,7 +6,7 @@ from typing import cast
 
 from redis import Redis
 
-from offbeat.deploy.run_folder import CLAIM, read_endpoints
+from offbeat.deploy.run_folder import read_claim, read_endpoints
 from offbeat.services.errors import MeshError
 from offbeat.services.keys import RunKeys
 from offbeat.services.redis.url import address_problem
@@ -52,5 +52,4 @@ def has_other_run(redis: Redis, run_id: str, folder: Path) -> bool:
     with suppress(OSError):  # the folder may have been moved since
         if not Path(recorded).samefile(folder):
             return True
-    claim = folder / CLAIM
-    return claim.is_file() and claim.read_text() != f"{run_id} {created_at}"
+    return read_claim(folder) not in ("", f"{run_id} {created_at}")

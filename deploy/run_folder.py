@@ -238,6 +238,18 @@ def find_problem(folder: Path) -> str:
     return ""
 
 
+def claim_id(run_id: str, created_at: float) -> str:
+    return f"{run_id} {created_at}"
+
+
+def read_claim(folder: Path) -> str:
+    """Return the id of the mesh's run that has the folder, or ""."""
+    try:
+        return (folder / CLAIM).read_text()
+    except FileNotFoundError:
+        return ""
+
+
 def write_config(folder: Path, text: str) -> None:
     """Write a configuration, owner-only, in one step."""
     part = folder / CONFIG_PART
@@ -278,15 +290,23 @@ def remove_run_files(folder: Path, run_id: str) -> Removal:
 
 
 @contextmanager
-def hold_run_files(folder: Path, run_id: str) -> Iterator[Callable[[], Removal]]:
-    """Yield what removes a run's files, locking the folder; raises `FolderInUseError`."""
-    marker = identify(folder) if folder.is_dir() else None
-    if marker is None or marker.run_id not in ("", run_id):
+def hold_run_files(folder: Path, run_id: str, claim: str | None = None) -> Iterator[Callable[[], Removal]]:
+    """Yield what removes a run's files, locking the folder; raises `FolderInUseError`.
+
+    claim: as `read_claim` returns it for the run; None: any.
+    """
+    if not _has_folder(folder, run_id, claim):
         left = [str(folder)] if folder.is_dir() else []
         yield lambda: Removal([], left)
         return
     with locked(folder):
-        yield lambda: _remove_all(folder)
+        is_own = _has_folder(folder, run_id, claim)  # another run may have claimed it before the lock
+        yield lambda: _remove_all(folder) if is_own else Removal([], [str(folder)])
+
+
+def _has_folder(folder: Path, run_id: str, claim: str | None) -> bool:
+    marker = identify(folder) if folder.is_dir() else None
+    return marker is not None and marker.run_id in ("", run_id) and claim in (None, read_claim(folder))
 
 
 def _remove_all(folder: Path) -> Removal:

@@ -53,7 +53,8 @@ def dump_keys(redis: Redis, run_id: str) -> KeysDump:
 
 
 def restore_keys(redis: Redis, dump: KeysDump, output_dir: str) -> None:
-    """Restore all keys in one transaction; an active run is then stopped.
+    """Restore all keys in one transaction; an active run is then stopped, and it is no longer of an
+    `offbeat train`.
 
     Raises:
         BackupError: Redis has keys of that run, or can't read the dumps.
@@ -72,7 +73,7 @@ def restore_keys(redis: Redis, dump: KeysDump, output_dir: str) -> None:
         for key, value in dump.keys.items():
             pipe.restore(key, 0, value)
         pipe.set(keys.epoch, epoch)
-        pipe.hset(keys.record, mapping={"output_dir": output_dir, **_ending(dump)})
+        pipe.hset(keys.record, mapping={"output_dir": output_dir, "mesh": "", **_ending(dump)})
         pipe.zadd(RUNS, {dump.run_id: dump.created_at})
         pipe.execute()
 

@@ -73,6 +73,7 @@ def _write_folder(backup: BackupReader, staged: Path, target: Path, *, redis_url
 def _restore_elsewhere(url: str, keys: KeysDump, target: Path) -> None:
     try:
         with connect(url, patience_s=PATIENCE_S) as redis:
+            (target / run_folder.CLAIM).write_text(run_folder.claim_id(keys.run_id, keys.created_at))
             restore_keys(redis, keys, str(target))
     except BaseException:
         shutil.rmtree(target)

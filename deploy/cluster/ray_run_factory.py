@@ -15,7 +15,6 @@ from offbeat.deploy.cluster.reaper import ensure_reaper
 from offbeat.deploy.cluster.run_factory import (
     MachineSize,
     MeshRunFactory,
-    holds_claim,
     missing_models_of,
     read_recorded,
 )
@@ -24,6 +23,7 @@ from offbeat.deploy.components.app_claims import find_app_conflict
 from offbeat.deploy.components.serve_status import read_app_statuses
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.run_folder import claim_id, read_claim
 from offbeat.deploy.run_setup import identify_base
 from offbeat.services.control.rights import UNRESTRICTED, Rights
 from offbeat.services.control.run import ForeignRecordError, RunRecord, RunState
@@ -98,12 +98,13 @@ class RayRunFactory(MeshRunFactory):
         return not find_app_conflict(self._redis, app, run_id, base)
 
     def _claim_of(self, record: RunRecord) -> str:
-        return _claim_id(record)
+        # Those of `offbeat train` claim none
+        return "" if record.mesh else claim_id(record.run_id, record.created_at)
 
     async def write_report(self, record: RunRecord) -> None:
         """Run `offbeat report` in a process, as it renders the user's envs; raises `ControlError`."""
-        folder = Path(record.output_dir)
-        if not holds_claim(folder, _claim_id(record)):
+        folder, claim = Path(record.output_dir), self._claim_of(record)
+        if not claim or read_claim(folder) != claim:
             return  # the run failed before it claimed the folder, which may belong to another run
         await asyncio.to_thread(self._run_report, folder)
 
@@ -120,10 +121,6 @@ class RayRunFactory(MeshRunFactory):
             raise ControlError(f"{error}; write it with `{command}`") from error
         if process.returncode != 0:
             raise ControlError(f"exit code {process.returncode}: {last_output(process)}; write it with `{command}`")
-
-
-def _claim_id(record: RunRecord) -> str:
-    return f"{record.run_id} {record.created_at}"
 
 
 def check_cluster(config: RunConfig, cluster: Cluster, redis_url: str) -> Iterator[ConfigIssue]:

@@ -234,7 +234,7 @@ class MeshRunFactory(PackagedRecipes):
         )
 
     def _claim_of(self, record: RunRecord) -> str | None:
-        """Return the id of a start that has to claim its folder, if so."""
+        """Return the claim of a run's folder (`read_claim`); None: its runs claim none."""
         del record
         return None
 
@@ -252,26 +252,36 @@ class MeshRunFactory(PackagedRecipes):
     def hold_files(self, record: RunRecord) -> Iterator[Callable[[], Removal]]:
         with ExitStack() as stack:
             try:
-                remove = stack.enter_context(hold_run_files(Path(record.output_dir), record.run_id))
+                folder, claim = Path(record.output_dir), self._claim_of(record)
+                remove = stack.enter_context(hold_run_files(folder, record.run_id, claim))
             except FolderInUseError as error:
                 raise BusyError(str(error)) from error
             yield remove
 
     def open_archive(self, record: RunRecord) -> FolderArchive:
+        return FolderArchive(self._find_folder(record))
+
+    def _find_folder(self, record: RunRecord) -> Path:
+        """Return a run's folder; raises `NotRecordedError` if it is not here, or another run's."""
         folder = Path(record.output_dir)
         if not folder.is_dir():
             raise NotRecordedError(f"{folder} is not on the host of the control service")
-        return FolderArchive(folder)
+        if self._claim_of(record) not in (None, run_folder.read_claim(folder)):
+            raise NotRecordedError(
+                f"{folder} has the files of another run: those of this run {record.run_id!r} were moved to "
+                f"{folder.name}.1 or a later number, if it has begun"
+            )
+        return folder
 
     def holds_run(self, folder: str) -> bool:
         return identify(Path(folder)) is not None
 
     def find_checkpoint(self, record: RunRecord, step: int) -> str:
-        return str(find_checkpoint(Path(record.output_dir), step))
+        return str(find_checkpoint(self._find_folder(record), step))
 
     def reproduce(self, record: RunRecord, step: int) -> tuple[bool, dict[str, Any]]:
         process = run_offbeat(
-            ["learner", "reproduce", record.output_dir, "--step", str(step), "--json"],
+            ["learner", "reproduce", str(self._find_folder(record)), "--step", str(step), "--json"],
             working_dir=self._working_dir or Path.cwd(),
             redis_url=self._redis_url,
             timeout_s=REPRODUCTION_TIMEOUT_S,
@@ -281,9 +291,8 @@ class MeshRunFactory(PackagedRecipes):
         return process.returncode == 0, read_json(process)
 
     def plan(self, record: RunRecord, settings: Settings) -> dict[str, Any]:
-        self.open_archive(record)  # the folder is here
         in_force = to_overrides(json.loads(record.config), asdict(settings))
-        config = str(Path(record.output_dir) / run_folder.CONFIG)
+        config = str(self._find_folder(record) / run_folder.CONFIG)
         process = run_offbeat(
             ["plan", config, *in_force, "--from", record.output_dir, "--json", "--episodes", str(PLANNED_EPISODES)],
             working_dir=self._working_dir or Path.cwd(),
@@ -352,7 +361,7 @@ def claim_folder(config: RunConfig, claim: str) -> None:
 
     Raises `FolderInUseError`.
     """
-    is_claimed = holds_claim(config.output_dir, claim)
+    is_claimed = run_folder.read_claim(config.output_dir) == claim
     if not is_claimed:
         run_folder.claim(config.output_dir, config.exp_name, resume=bool(config.resume_from_checkpoint))
         run_folder.make_private(config.output_dir)
@@ -364,8 +373,3 @@ def claim_folder(config: RunConfig, claim: str) -> None:
         logger.warning("config.yaml stays as it was: %s", error)  # the learner waits for room
     if not is_claimed:
         (config.output_dir / run_folder.CLAIM).write_text(claim)
-
-
-def holds_claim(folder: Path, claim: str) -> bool:
-    claim_file = folder / run_folder.CLAIM
-    return claim_file.exists() and claim_file.read_text() == claim

@@ -15,7 +15,7 @@ from offbeat.deploy.backup.restore import restore
 from offbeat.deploy.cli.app import app
 from offbeat.deploy.cli.audit import examine
 from offbeat.deploy.config.loader import dump_yaml, read_run
-from offbeat.deploy.run_folder import write_config
+from offbeat.deploy.run_folder import claim_id, read_claim, write_config
 from offbeat.services.buffer.admin import snapshot_from
 from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.buffer.scripts import BufferScripts
@@ -162,6 +162,10 @@ def test_a_restored_redis_has_every_value_and_a_later_epoch(originals: Path, tmp
         ]
         assert redis.zrange(RUNS, 0, -1) == [RUN.encode()]
         assert snapshot_from(BufferScripts(redis, RUN)("snapshot")).counters.trained == 4 * GROUPS_PER_STEP
+        claim = claim_id(RUN, float(redis.hget(KEYS.record, "created_at")))  # type: ignore[arg-type]
+        assert (redis.hget(KEYS.record, "mesh"), read_claim(folder)) == (b"", claim), (
+            "which its control service looks for"
+        )
     assert not (folder / "redis").exists()
     assert json.loads(offbeat("audit", folder, "--redis", redis_url, "--json").output)["proven"]
 

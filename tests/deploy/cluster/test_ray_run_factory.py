@@ -1,8 +1,11 @@
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis as AsyncRedis
 
+from offbeat.deploy import run_folder
 from offbeat.deploy.cluster import ray_run_factory
 from offbeat.deploy.cluster.ray_run_factory import Cluster, RayRunFactory, check_cluster
 from offbeat.deploy.config import devices
@@ -12,6 +15,7 @@ from offbeat.deploy.config.loader import compose_tree, read_document, validate_t
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.validation import check_in_process
 from offbeat.deploy.run_folder import CLAIM
+from offbeat.services.control.console.archive import NotRecordedError
 from offbeat.services.control.run import RunRecord
 from offbeat.services.control.service import InvalidRunError
 from offbeat.services.errors import ControlError
@@ -125,3 +129,63 @@ async def test_no_report_is_written_to_the_folder_of_another_run(factory: RayRun
     (tmp_path / CLAIM).write_text("other 1.0")
     await factory.write_report(record(tmp_path))
     assert not (tmp_path / "report.json").exists()
+
+
+def trained_in(folder: Path, *, claim: str = "") -> Path:
+    """A run of that name by `offbeat train`, or the mesh's own that claimed the folder."""
+    run_folder.claim(folder, "lake", resume=False)
+    (folder / "checkpoints" / "step-000040").mkdir(parents=True)
+    if claim:
+        (folder / CLAIM).write_text(claim)
+    return folder
+
+
+@pytest.mark.parametrize("claim", ["", "lake 2.0"])
+def test_another_run_of_that_name_keeps_its_files(factory: RayRunFactory, tmp_path: Path, claim: str):
+    """It took the folder after this one, which was moved aside, or this one never had it."""
+    folder = trained_in(tmp_path / "lake", claim=claim)
+    with factory.hold_files(record(folder)) as remove:
+        assert remove().left == [str(folder)]
+    assert (folder / "checkpoints" / "step-000040").is_dir()
+
+
+def test_a_run_that_takes_the_folder_before_its_lock_keeps_its_files(
+    factory: RayRunFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder, locked = trained_in(tmp_path / "lake", claim="lake 1.0"), run_folder.locked
+
+    def take_first(path: Path) -> AbstractContextManager[None]:
+        with monkeypatch.context() as own:
+            own.setattr(run_folder, "locked", locked)
+            trained_in(folder)
+        return locked(path)
+
+    monkeypatch.setattr(run_folder, "locked", take_first)
+    with factory.hold_files(record(folder)) as remove:
+        assert remove().left == [str(folder)]
+    assert (folder / "checkpoints" / "step-000040").is_dir()
+
+
+def test_the_files_of_another_run_of_that_name_are_not_read(factory: RayRunFactory, tmp_path: Path):
+    """A fork would start from its checkpoint."""
+    taken = record(trained_in(tmp_path / "lake"))
+    for read in (
+        lambda: factory.open_archive(taken),
+        lambda: factory.find_checkpoint(taken, 40),
+        lambda: factory.reproduce(taken, 40),
+        lambda: factory.plan(taken, taken.settings),
+    ):
+        with pytest.raises(NotRecordedError, match=r"another run: those of this run 'lake' were moved to lake\.1"):
+            read()
+
+
+@pytest.mark.parametrize(("claim", "mesh"), [("lake 1.0", ""), ("", "of a train command")])
+def test_the_files_of_the_run_itself_are_read_and_removed(
+    factory: RayRunFactory, tmp_path: Path, claim: str, mesh: str
+):
+    folder = trained_in(tmp_path / "lake", claim=claim)
+    own = replace(record(folder), mesh=mesh)
+    assert factory.open_archive(own).folder == folder
+    with factory.hold_files(own) as remove:
+        assert remove().left == []
+    assert not folder.exists()
