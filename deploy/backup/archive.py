@@ -1,10 +1,11 @@
 """Backup file: a tar archive with a run's folder and its Redis keys.
 
 `folder/...`: files; `redis.msgpack`: `KeysDump`; `backup.json`: `Contents`, with size and CRC-32 of every file, the
-last member. Invariant: the file gets its name once complete and synced; a damaged one is refused before anything is
-restored.
+last member. Invariant: the file gets its name once complete and synced, and one process at a time writes it; a damaged
+one is refused before anything is restored.
 """
 
+import fcntl
 import io
 import os
 import tarfile
@@ -44,13 +45,11 @@ class BackupWriter:
     """New archive, readable by its owner; named by `finish`."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `BackupError` if the file exists."""
-        if path.exists():
-            raise BackupError(f"{path} exists: choose another name")
+        """Raises `BackupError` if the file exists, or another process writes it."""
+        _refuse_existing(path)
         self._path = path
         self._part = path.with_name(f".{path.name}.part")
-        descriptor = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        self._file = os.fdopen(descriptor, "wb")
+        self._file = _open_alone(self._part, path)
         self._tar = tarfile.open(fileobj=self._file, mode="w", format=tarfile.PAX_FORMAT)  # noqa: SIM115 -- closed in __exit__
         self._files: dict[str, tuple[int, int]] = {}
 
@@ -77,8 +76,9 @@ class BackupWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         size = self._file.tell()
+        _refuse_existing(self._path)
+        self._part.rename(self._path)  # before the lock ends
         self._file.close()
-        self._part.rename(self._path)
         sync_folder(self._path.resolve().parent)
         return size
 
@@ -89,9 +89,29 @@ class BackupWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._file.closed:
-            self._file.close()
             with suppress(FileNotFoundError):
                 self._part.unlink()
+            self._file.close()
+
+
+def _open_alone(part: Path, path: Path) -> BinaryIO:
+    """Open and lock the part of a new file, also one that a killed process left; raises `BackupError`."""
+    file = os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600), "wb")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_named = os.path.samestat(os.fstat(file.fileno()), part.stat())  # else: ended since it was opened
+    except (BlockingIOError, FileNotFoundError):
+        is_named = False
+    if not is_named:
+        file.close()
+        raise BackupError(f"another backup is being written to {path}: wait for it, or choose another name")
+    file.truncate()
+    return file
+
+
+def _refuse_existing(path: Path) -> None:
+    if path.exists():
+        raise BackupError(f"{path} exists: choose another name")
 
 
 class BackupReader:
