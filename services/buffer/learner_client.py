@@ -100,7 +100,7 @@ class RedisLearnerBuffer:
 
     def reconcile(self, proof: Proof) -> Reconciled:
         """Without data in Redis, `proof.num_trained` groups count as admitted and trained. Groups of newer, lost
-        checkpoints, and those that their weights sampled, are dropped as `rewound` and replaced; unknown numbers as `lost`.
+        checkpoints, and sampled ones in flight, are dropped as `rewound` and replaced; unknown numbers as `lost`.
         """
         with self._lock:
             numbers = [number + 1 for _, batch in proof.saved for number in batch]

@@ -22,7 +22,8 @@
 --          others those that this learner has refilled stay so; numbers that nobody knows are dropped as `lost`; trained is
 --          what the checkpoint says; the identity of the ledger holds, and events tell of every correction. If groups past
 --          the checkpoint were acknowledged, weights after its step are of a lineage that did not survive: progress starts
---          anew with it, their manifests go, and groups in flight that they sampled are dropped. Repeating it changes nothing.
+--          anew with it, their manifests go, and sampled groups in flight, which may have their tokens, are dropped. Repeating
+--          it changes nothing.
 local epoch, uid, nonce, proof = ARGV[1], ARGV[2], ARGV[3], cmsgpack.unpack(ARGV[4])
 if is_fenced(epoch) then return fenced_reply(epoch) end
 local owner = owner_uid()
@@ -158,7 +159,8 @@ local function rewind()
   redis.call('DEL', PROGRESS) -- nothing is claimed before the checkpoint's weights are announced
   local sampled = {}
   for number, entry in pairs(streamed) do
-    if not touched[number] and entry[2][6] ~= '' and tonumber(entry[2][4]) > proof.step then sampled[#sampled + 1] = number end
+    -- The entry's version is that of its admission: later ones may have sampled it, too
+    if not touched[number] and entry[2][6] ~= '' then sampled[#sampled + 1] = number end
   end
   table.sort(sampled)
   for _, number in ipairs(sampled) do drop_streamed(number, 'rewound') end

@@ -17,7 +17,7 @@ from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.publisher import RedisWeightPublisher
 from offbeat.services.weights.subscriber import RedisWeightSubscriber
 from offbeat.services.weights.transports.factory import cleanup
-from tests.services.buffer.buffer_play import RUN, Run, limits, next_epoch
+from tests.services.buffer.buffer_play import RUN, Run, limits, next_epoch, publish
 
 KEYS = RunKeys(RUN)
 
@@ -84,6 +84,21 @@ async def test_groups_that_discarded_weights_sampled_are_dropped(played: Run) ->
     assert (counters.admitted, counters.trained, counters.in_flight) == (10, 4, 0)
     assert learner.take(0) is None
     assert played.keys_left("unit") == played.keys_left("blobs") == []
+
+
+async def test_groups_of_older_weights_that_discarded_ones_finished_are_dropped(
+    redis: Redis, async_redis: AsyncRedis
+) -> None:
+    """At a later step, the number of their tokens' version would be that of the new lineage's weights."""
+    run = Run.begin(redis, async_redis, limits(temperature=1.0), step=2)
+    redis.hset(f"{KEYS.key('buffer')}:ledger", mapping={"admitted": 4, "submitted": 4, "trained": 4, "next": 4})
+    for task in await run.buffer.claim("w", 2):
+        await run.submit(task, version=3)
+    publish(redis, 3)
+    redis.hincrby(f"{KEYS.key('buffer')}:ledger", "trained", 2)
+    learner = resume(run, 2)
+    assert learner.counters().dropped == {"rewound": 3}, "a step of two groups, and the complete one"
+    assert learner.take(0) is None
 
 
 async def test_rows_keep_the_order_of_their_admission(redis: Redis, async_redis: AsyncRedis) -> None:
