@@ -35,6 +35,9 @@ class Columns:
     tags: Mapping[str, str] = field(default_factory=dict[str, str])
     """Value of the tag's column -> tag of the rewards; others are unchanged."""
     default_tag: str = ""
+    """Tag of rows without one."""
+    only_tag: str = ""
+    """Tag of all rows, whatever their column says."""
 
 
 @dataclass(slots=True)
@@ -159,7 +162,8 @@ def read_sample(row: Row, columns: Columns, folder: Path) -> RewardSample:
     c = columns
     used = (c.response, c.label, c.ground_truth, c.messages, c.prompt, c.images, c.tag)
     rest = {key: value for key, value in row.items() if key not in used}
-    tag, prompt = str(row.get(c.tag) or c.default_tag), _read_prompt(row, columns, folder)
+    tag = c.only_tag or str(row.get(c.tag) or c.default_tag)
+    prompt = _read_prompt(row, columns, folder)
     return RewardSample(prompt, response, 0, read_field(row, c.ground_truth), c.tags.get(tag, tag), rest)
 
 

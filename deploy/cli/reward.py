@@ -92,9 +92,10 @@ def _read_config(
     keys = ("ground_truth", "messages", "prompt", "images", "tag")
     names = {key: str(named[f"{key}_key"]) for key in keys if f"{key}_key" in named}
     tags = {value: tag for tag, values in _read_tags(named, path).items() for value in values}
-    envs = list(_mapping(tree.get("custom_envs")))
-    default = envs[0] if len(envs) == 1 else ""
-    return rewards, Columns(response_key, label_key, **names, tags=tags, default_tag=default)
+    played = list(_mapping(tree.get("train_env_manager")).get("tags") or _mapping(tree.get("custom_envs")))
+    default = str(played[0]) if len(played) == 1 else ""
+    only = "" if tags else default  # as in a run
+    return rewards, Columns(response_key, label_key, **names, tags=tags, default_tag=default, only_tag=only)
 
 
 def _read_tags(data: Mapping[str, Any], path: Path) -> Mapping[str, Sequence[str]]:

@@ -22,8 +22,6 @@ class DatasetRows(Protocol):
     columns: tuple[str, ...]
     folder: Path
     """Of files named in rows."""
-    fills_keys: bool
-    """Whether mappings also have the keys of other rows' mappings, with None."""
 
     def __len__(self) -> int: ...
 
@@ -38,8 +36,6 @@ class DatasetRows(Protocol):
 
 class JsonLinesRows:
     """A .jsonl file; only line positions are in memory."""
-
-    fills_keys = False
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -84,9 +80,10 @@ class JsonLinesRows:
 
 
 class TableRows:
-    """A table of `datasets`, memory-mapped."""
+    """A table of `datasets`, memory-mapped.
 
-    fills_keys = True
+    Invariant: mappings in a row have no keys with None, as Arrow adds the keys of all others; a row has all columns.
+    """
 
     def __init__(self, path: Path, exact: Collection[str] = ()) -> None:
         self._path = path
@@ -100,7 +97,7 @@ class TableRows:
         return len(self._table)
 
     def __getitem__(self, index: int) -> Row:
-        return self._table[index]
+        return {key: _drop_nulls(value) for key, value in self._table[index].items()}
 
     def scan(self, keys: Sequence[str]) -> Iterator[Row]:
         columns = [key for key in keys if key in self.columns]
@@ -120,11 +117,11 @@ def read_field(row: Row, key: str) -> Any:
     return value
 
 
-def drop_nulls(value: Any) -> Any:
+def _drop_nulls(value: Any) -> Any:
     """Return a value whose mappings, at any depth, have no keys with None."""
     if isinstance(value, Mapping):
-        return {key: drop_nulls(each) for key, each in cast(Row, value).items() if each is not None}
-    return [drop_nulls(each) for each in cast(list[Any], value)] if isinstance(value, list) else value
+        return {key: _drop_nulls(each) for key, each in cast(Row, value).items() if each is not None}
+    return [_drop_nulls(each) for each in cast(list[Any], value)] if isinstance(value, list) else value
 
 
 def open_rows(path: Path, exact: tuple[str, ...] = ()) -> DatasetRows:

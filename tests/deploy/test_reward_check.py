@@ -150,6 +150,21 @@ def test_values_of_tags_are_those_that_a_run_takes(files: tuple[Path, Path], inc
     assert len(output.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "envs",
+    [{"custom_envs": {"math": {}}}, {"custom_envs": {"math": {}, "code": {}}, "train_env_manager": {"tags": ["math"]}}],
+)
+def test_all_rows_are_of_the_only_tag_that_is_played(files: tuple[Path, Path], envs: dict[str, Any]):
+    """As `DomainRows` assigns them, unless `tag_included` selects rows."""
+    config, data = files
+    tree = {"rewards": [{**FORMAT, "tags": ["math"]}], **envs}
+    config.write_text(yaml.safe_dump(tree))
+    assert json.loads(run(config, data, "--json"))["rewards"][0]["num_scored"] == 5
+    config.write_text(yaml.safe_dump({**tree, "data": {"tag_included": {"math": ["gsm8k"]}}}))
+    report = json.loads(run(config, data, "--json", exit_code=1))
+    assert (report["rewards"][0]["num_scored"], report["failures"]) == (4, {"no_reward": 1})
+
+
 def test_bad_rows_are_named(files: tuple[Path, Path], tmp_path: Path):
     config, _ = files
     data = tmp_path / "bad.jsonl"
@@ -222,6 +237,16 @@ def test_the_column_of_images_is_the_configurations(tmp_path: Path, seen: list[R
     output = run(config, data, exit_code=1)
     assert f"{data}:2: images[0]: {tmp_path / 'none.png'} can't be read" in output
     assert [(sample.prompt[0]["content"][0], sample.row) for sample in seen] == [(SHOWN, {})]
+
+
+def test_a_tables_mappings_are_scored_as_written(tmp_path: Path):
+    """A box without a label has none, though others have one."""
+    datasets = pytest.importorskip("datasets")
+    config, data = tmp_path / "run.yaml", tmp_path / "answers.parquet"
+    boxes = [{"bbox_2d": [0, 0, 1, 1], "label": "cat"}, {"bbox_2d": [0, 0, 2, 2]}]
+    config.write_text(yaml.safe_dump({"rewards": [{"name": "boxes", "kind": "detection"}]}))
+    datasets.Dataset.from_list([{"ground_truth": boxes, "response": json.dumps(boxes)}]).to_parquet(data)
+    assert json.loads(run(config, data, "--json"))["rewards"][0]["mean"] == 1.0
 
 
 def test_rank_correlation_by_hand():

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from offbeat.envs.dataset.files import DatasetRows, Row, RowError, drop_nulls, open_rows
+from offbeat.envs.dataset.files import DatasetRows, Row, RowError, open_rows
 from offbeat.services.chat.assistant_tokens import AssistantTokens, ConversationError, Tokenized, common_length
 from offbeat.services.errors import EpisodeError
 from offbeat.services.messages.types import Segment, StopReason, Trajectory, Turn, VersionSpan
@@ -133,8 +133,6 @@ class DataSource:
         unpaired = is_unpaired(rows, self._config, self._pipeline)
         try:
             content = _mismatch(rows, row, self._config) if unpaired and index else rows[row]
-            if rows.fills_keys:
-                content = drop_nulls(content)
             tokenized = self._tokenize(content, 0 if unpaired else index, rows.folder)
             reward = float(unpaired and _read_label(content, self._config.label_key))
             metrics = self._read_margin(content)

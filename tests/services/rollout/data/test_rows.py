@@ -61,6 +61,23 @@ def test_parquet_and_saved_datasets_hold_the_same_rows(tmp_path: Path):
         assert [row.get("prompt") for row in open_rows(tmp_path / name).scan(("prompt", "absent"))] == ["x", "z"]
 
 
+def test_mappings_of_a_table_have_no_keys_of_others(tmp_path: Path):
+    """Arrow fills them with null; a row keeps all columns."""
+    datasets = pytest.importorskip("datasets")
+    boxes = [{"bbox_2d": [0, 0, 1, 1], "label": "cat"}, {"bbox_2d": [0, 0, 2, 2]}]
+    rows = [
+        {"truth": boxes, "deep": {"a": {"b": 1}}, "note": None},
+        {"truth": [], "deep": {"a": {"c": 2}}, "note": "n"},
+    ]
+    table = datasets.Dataset.from_list(rows)
+    table.to_parquet(tmp_path / "rows.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    for name in ("rows.parquet", "saved", "rows.json"):
+        read = open_rows(tmp_path / name)
+        assert [read[0], read[1]] == rows, name
+
+
 @pytest.mark.parametrize(("text", "problem"), [(None, "no such file"), ("", "has no rows")])
 def test_a_file_without_rows_is_refused(text: str | None, problem: str, tmp_path: Path):
     path = tmp_path / "rows.jsonl"
