@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -215,7 +216,7 @@ def _load_run_config(arguments: ModelArguments) -> RunConfig:
 
 def _read_tokens(arguments: ControlAppArgs, working_dir: Path) -> Tokens:
     others = tuple(
-        _checked(f"tokens.{place}.token_file", lambda each=each: each.to_grant(working_dir))
+        _checked(f"tokens.{place}.{'token' if each.token else 'token_file'}", partial(each.to_grant, working_dir))
         for place, each in enumerate(arguments.tokens)
     )
     operate, read = arguments.token_file, arguments.read_token_file

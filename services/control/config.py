@@ -1,6 +1,7 @@
 """Configuration of the control service."""
 
 import os.path
+import re
 import secrets
 from pathlib import Path
 from typing import Literal
@@ -12,6 +13,8 @@ from offbeat.services.control.rights import Rights, Scope, TokenGrant, Tokens
 from offbeat.services.secret_file import create_secret_file
 
 TOKEN_BYTES = 24
+TOKEN = r"[ -~]*[!-~]"
+"""What an HTTP header can carry."""
 
 
 class RightsConfig(Config):
@@ -48,16 +51,28 @@ class TokenConfig(RightsConfig):
         return self
 
     def to_grant(self, base: Path | None = None) -> TokenGrant:
-        """Convert; raises OSError, or ValueError if the file is empty."""
-        return TokenGrant(self.token or read_token(self.token_file), self.scope, self.to_rights(base))
+        """Convert; raises OSError, or ValueError if the token is empty or can't be sent."""
+        token = self.token or read_token(self.token_file)
+        if problem := find_token_problem(token):
+            raise ValueError(problem)
+        return TokenGrant(token, self.scope, self.to_rights(base))
+
+
+def find_token_problem(token: str) -> str | None:
+    """Return why no call can carry a token."""
+    if re.fullmatch(TOKEN, token):
+        return None
+    return "has characters that no call can carry: take printable ASCII, in one line, without a space at its end"
 
 
 def read_token(path: Path | None) -> str:
-    """Read a token; raises OSError, or ValueError if it is empty."""
+    """Read a token; raises OSError, or ValueError if it is empty or can't be sent."""
     assert path is not None, "checked by the model"
     path = _at_home(path)
     if not (token := path.read_text().strip()):
         raise ValueError(f"{path} is empty")
+    if problem := find_token_problem(token):
+        raise ValueError(f"{path} {problem}")
     return token
 
 

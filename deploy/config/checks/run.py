@@ -35,6 +35,7 @@ from offbeat.deploy.config.checks.teachers import check_teachers, check_tokenize
 from offbeat.deploy.config.checks.unused import check_unused
 from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.run import RunConfig
+from offbeat.services.control.config import find_token_problem
 from offbeat.services.ports import LOOPBACK_NAMES
 from offbeat.services.redis.url import address_problem
 from offbeat.services.rollout.config import EnvManagerConfig
@@ -357,11 +358,15 @@ def _check_context(config: RunConfig, positions: object, source: str) -> Iterato
 
 
 def _check_tokens(config: RunConfig) -> Iterator[ConfigIssue]:
-    for name, token in (("token", config.control.token), ("read_token", config.control.read_token)):
+    control = config.control
+    others = {f"tokens.{place}.token": each.token for place, each in enumerate(control.tokens)}
+    for name, token in {"token": control.token, "read_token": control.read_token, **others}.items():
         if token is not None and not token.strip():
             yield ConfigIssue(
                 f"control.{name}", "is empty, so that calls would need none: set its variable, or leave the key out"
             )
+        elif token is not None and (problem := find_token_problem(token)):
+            yield ConfigIssue(f"control.{name}", problem)
 
 
 def _check_paths_and_addresses(config: RunConfig) -> Iterator[ConfigIssue]:

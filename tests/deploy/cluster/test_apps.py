@@ -146,6 +146,18 @@ def test_token_file_that_is_empty_or_cannot_be_made_is_rejected(tmp_path: Path):
         apps.control({"redis_url": URL, "token_file": str(tmp_path / "token" / "token")})
 
 
+@pytest.mark.parametrize("content", ["schlüssel\n", "one\ntwo\n"])
+@pytest.mark.parametrize("key", ["token_file", "read_token_file", "tokens.0.token_file", "tokens.0.token"])
+def test_a_token_that_no_call_can_carry_is_refused(key: str, content: str, tmp_path: Path):
+    (tmp_path / "token").write_text("secret")
+    (path := tmp_path / "wrong").write_text(content)
+    args: dict[str, Any] = {"redis_url": URL, "token_file": str(tmp_path / "token")}
+    of_others = {key.rpartition(".")[2]: content if key.endswith(".token") else str(path)}
+    args |= {"tokens": [of_others]} if key.startswith("tokens") else {key: str(path)}
+    with pytest.raises(ConfigError, match=rf"^{key}: .*has characters that no call can carry"):
+        apps.control(args)
+
+
 def test_shared_engine_that_names_no_device_takes_the_gpus_of_its_machine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(devices, "is_installed", lambda _: True)
     monkeypatch.setattr(apps, "count_gpus", lambda: 1)

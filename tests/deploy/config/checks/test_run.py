@@ -109,6 +109,22 @@ def test_an_empty_token_is_refused_but_read_of_a_recorded_run(name: str, token: 
     assert f"{issue} (accepted, because the run was started with it)" in caplog.text
 
 
+@pytest.mark.parametrize("token", ["schlüssel", "two\nlines", "secret ", "secret\n"])
+@pytest.mark.parametrize("name", ["token", "read_token", "tokens.0.token"])
+def test_a_token_that_no_call_can_carry_is_refused(name: str, token: str):
+    tree = compose_tree(QUICKSTART, ["control.token=secret"])
+    tree["control"] |= {"tokens": [{"token": token}]} if name == "tokens.0.token" else {name: token}
+    config = validate_tree(tree)
+    (issue,) = check_run(config, cores=2)
+    assert issue.path == f"control.{name}"
+    assert issue.message.startswith("has characters that no call can carry: take printable ASCII")
+    assert check_run(config, cores=2, started=True) == []
+
+
+def test_a_token_may_have_spaces():
+    assert problems("control.token='correct horse battery'") == {}
+
+
 def test_a_recorded_run_without_a_token_stays_on_its_host():
     config = validate_tree(compose_tree(QUICKSTART, ["control.host=0.0.0.0", "control.token=''"]))
     assert [issue.path for issue in check_run(config, cores=2, started=True)] == ["control.host"]
