@@ -123,32 +123,45 @@ class DeepSpeedEngine(OnRanks):
         # Pinned buffers would be allocated anew in each turn
         if self._stage in (1, 2):
             self._engine.offload_states(pin_memory=False)
-            return
-        if self._stage == 3:
+        elif self._stage == 3:
             from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State  # noqa: PLC0415
 
-            # It moves the moments and float32 weights of its own FusedAdam alone
-            self._engine.offload_states(
-                {State.lp_params, State.lp_grads, State.contiguous_grad_buffer}, pin_memory=False
-            )
+            # It moves the moments and float32 weights of its own FusedAdam alone, and weights only if all are trained
+            self._engine.offload_states({State.lp_grads, State.contiguous_grad_buffer}, pin_memory=False)
         else:
             self._engine.module.to("cpu")
-        self._move_moments("cpu")
+        self._move_others("cpu")
 
     def load_states(self) -> None:
         if self._stage > 0:
             self._engine.reload_states()
         else:
             self._engine.module.to(self.device)
-        if self._stage not in (1, 2):
-            self._move_moments(self.device)
+        self._move_others(self.device)
 
-    def _move_moments(self, device: torch.device | str) -> None:
-        """Move AdamW's moments and, at ZeRO-3, the float32 weights."""
+    def _move_others(self, device: torch.device | str) -> None:
+        """Move what DeepSpeed does not: frozen weights, AdamW's moments except at ZeRO-1 and 2, ZeRO-3's trained weights."""
+        for weight in self._engine.module.parameters():
+            if not weight.requires_grad and self._stage > 0:
+                held = weight.ds_tensor if self._stage == 3 else weight
+                held.data = held.data.to(device)
         if self._stage == 3:
-            for shard in self._engine.optimizer.fp32_partitioned_groups_flat:
-                shard.data = shard.data.to(device)
-        move_moments(self._moments.state.values(), device)
+            self._move_shards(device)
+        if self._stage not in (1, 2):
+            move_moments(self._moments.state.values(), device)
+
+    def _move_shards(self, device: torch.device | str) -> None:
+        """Move ZeRO-3's trained weights, which share a buffer, and their float32 copies."""
+        optimizer = self._engine.optimizer
+        buffer, offset = optimizer.lp_param_buffer, 0
+        buffer.data = buffer.data.to(device)
+        optimizer.fp16_partitioned_groups_flat.clear()
+        optimizer._set_fp16_partitioned_groups_flat()
+        for shard in optimizer._get_parameter_partitions():
+            shard.data = buffer.narrow(0, offset, shard.numel())
+            offset += shard.numel()
+        for shard in optimizer.fp32_partitioned_groups_flat:
+            shard.data = shard.data.to(device)
 
     @property
     def _loss_scale(self) -> float | None:
