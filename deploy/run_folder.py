@@ -4,6 +4,7 @@ Layout: `WRITTEN`, with the tiny policy's files in `policy/` and warm-started we
 `endpoints.json` while running.
 
 Invariants: at most one command runs in a folder; only a run's own files are moved or removed, and none while it runs.
+`offbeat train` locks `LOCK`, a mesh's control service `CLAIM`.
 """
 
 import fcntl
@@ -14,9 +15,10 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from offbeat.deploy import run_marker
 from offbeat.deploy.run_marker import MARKER, FolderInUseError, find_conflict, identify, mark
@@ -166,7 +168,7 @@ def locked(folder: Path) -> Iterator[None]:
             time.sleep(LOCK_POLL_S)
         else:
             holder = LockHolder.decode((folder / LOCK).read_bytes())
-            raise FolderInUseError(f"{folder} is used by {holder}: stop it, or set another output_dir")
+            raise FolderInUseError(_in_use(folder, holder))
         os.ftruncate(descriptor, 0)
         os.write(descriptor, LockHolder.own().encode())
         yield
@@ -176,8 +178,36 @@ def locked(folder: Path) -> Iterator[None]:
 
 def find_holder(folder: Path) -> LockHolder | None:
     """Return the process that has the folder's lock, which may be of another host or container."""
-    with suppress(OSError), (folder / LOCK).open("rb") as lock:
-        return None if _try_lock(lock.fileno(), fcntl.LOCK_SH) else LockHolder.decode(lock.read())
+    holder = _read_if_locked(folder / LOCK)
+    return None if holder is None else LockHolder.decode(holder)
+
+
+def lock_claim(folder: Path, claim: str) -> BinaryIO | None:
+    """Lock the folder for a mesh's run until the file is closed; None if another run has it, or it can't be locked."""
+    with ExitStack() as stack, suppress(OSError):  # a file system without locks
+        file = stack.enter_context((folder / CLAIM).open("r+b"))
+        if file.read() == claim.encode() and _try_lock(file.fileno(), fcntl.LOCK_EX):
+            stack.pop_all()
+            return file
+    return None
+
+
+def _find_user(folder: Path) -> str:
+    """Return why an active run's folder can't be had, or ""."""
+    if holder := find_holder(folder):
+        return _in_use(folder, holder)
+    if claim := _read_if_locked(folder / CLAIM):
+        return _in_use(folder, f"run {claim.decode().rpartition(' ')[0]!r} of a mesh")
+    return ""
+
+
+def _in_use(folder: Path, user: LockHolder | str) -> str:
+    return f"{folder} is used by {user}: stop it, or set another output_dir"
+
+
+def _read_if_locked(path: Path) -> bytes | None:
+    with suppress(OSError), path.open("rb") as file:
+        return None if _try_lock(file.fileno(), fcntl.LOCK_SH) else file.read()
     return None
 
 
@@ -201,13 +231,12 @@ def claim(folder: Path, run_id: str, *, resume: bool) -> Path | None:
 
     Raises `FolderInUseError` if it is running, or the folder has other files.
     """
-    if problem := find_problem(folder):
+    if problem := find_problem(folder) or _find_user(folder):
         raise FolderInUseError(problem)
     earlier, aside = identify(folder), None
     if earlier is not None and not resume:
         with locked(folder):
-            pass
-        aside = move_aside(folder)
+            aside = move_aside(folder)
         earlier = None
     make_private(folder)
     if earlier is None:

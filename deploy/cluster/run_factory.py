@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 from pydantic import ValidationError
 from pydantic.config import ExtraValues
@@ -94,6 +94,7 @@ class RunComponents:
         self._uid = uid
         self._config = config
         self._claim = claim
+        self._folder_lock: BinaryIO | None = None
         self._redis = redis
         self._watch = watch
         external = config.control.learner == "external"
@@ -115,18 +116,26 @@ class RunComponents:
     async def prepare(self) -> None:
         if self._claim is not None:
             await asyncio.to_thread(claim_folder, self._config, self._claim)
+        await self._lock_folder()
         await asyncio.to_thread(prepare_folder, self._config)
         await asyncio.to_thread(prepare_buffer, self._redis, self._config, self._uid)
         await asyncio.to_thread(release_all_workers, self._redis, self._config.exp_name)
         await self._watch.set_paused(False)
 
+    async def _lock_folder(self) -> None:
+        """Keep other meshes and `offbeat train` from the folder as long as the run is active."""
+        if self._claim and self._folder_lock is None:
+            self._folder_lock = await asyncio.to_thread(run_folder.lock_claim, self._config.output_dir, self._claim)
+
     async def apply_settings(self, settings: Settings, *, paused: bool) -> None:
+        await self._lock_folder()  # in a new control replica
         await self._watch.set_paused(paused)
         await self._workers.resize(settings.num_workers)
         if self._generation is not None:
             await self._generation.resize(settings.num_replicas)
 
     async def drain(self) -> None:
+        await self._lock_folder()
         await self._watch.set_paused(True)
 
     async def clean_up(self) -> None:
@@ -136,6 +145,9 @@ class RunComponents:
             if isinstance(component, ManagedLearner):
                 await component.forget()
         await asyncio.to_thread(cleanup, self._config.exp_name, self._config.weights, self._config.output_dir)
+        if self._folder_lock is not None:
+            self._folder_lock.close()
+            self._folder_lock = None
 
 
 def _build_generation(

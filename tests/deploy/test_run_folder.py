@@ -1,3 +1,4 @@
+import errno
 import fcntl
 import os
 import subprocess
@@ -100,6 +101,43 @@ def test_a_refused_resume_under_another_name_leaves_the_marker(tmp_path: Path):
     assert identify(tmp_path / "q") == before
     run_folder.claim(tmp_path / "q", "other", resume=True)
     assert identify(tmp_path / "q") != before
+
+
+def test_a_run_is_not_resumed_in_a_folder_that_another_process_uses(tmp_path: Path):
+    """A mesh would train it beside the `offbeat train` of that name."""
+    earlier_run(tmp_path / "q")
+    with locked(tmp_path / "q"), pytest.raises(FolderInUseError, match=rf"is used by process {os.getpid()}: stop it"):
+        run_folder.claim(tmp_path / "q", "q", resume=True)
+    run_folder.claim(tmp_path / "q", "q", resume=True)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_the_folder_of_an_active_run_of_a_mesh_is_refused(tmp_path: Path, resume: bool):
+    folder = tmp_path / "q"
+    earlier_run(folder)
+    (folder / run_folder.CLAIM).write_text("q 1.0")
+    assert run_folder.lock_claim(folder, "q 2.0") is None, "of a run that has not the folder"
+    lock = run_folder.lock_claim(folder, "q 1.0")
+    assert lock is not None
+    with lock, pytest.raises(FolderInUseError, match="is used by run 'q' of a mesh: stop it"):
+        run_folder.claim(folder, "q", resume=resume)
+    assert (folder / "config.yaml").exists()
+    run_folder.claim(folder, "q", resume=resume)
+    assert run_folder.lock_claim(folder, "q 1.0") is None, "another run has it"
+
+
+def test_a_file_system_without_locks_serves_a_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "q"
+    earlier_run(folder)
+    for name, text in ((run_folder.CLAIM, "q 1.0"), (run_folder.LOCK, "")):
+        (folder / name).write_text(text)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert run_folder.lock_claim(folder, "q 1.0") is None
+    run_folder.claim(folder, "q", resume=True)
 
 
 def test_find_holder_is_none_once_the_process_has_exited(tmp_path: Path):

@@ -15,6 +15,7 @@ from offbeat.deploy.config.loader import compose_tree, read_document, validate_t
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.validation import check_in_process
 from offbeat.deploy.run_folder import CLAIM
+from offbeat.deploy.run_marker import FolderInUseError
 from offbeat.services.control.console.archive import NotRecordedError
 from offbeat.services.control.run import RunRecord
 from offbeat.services.control.service import InvalidRunError
@@ -113,8 +114,8 @@ async def test_runs_without_devices_take_the_gpus_of_the_cluster(
     assert config.weights.transport == transport
 
 
-def record(folder: Path) -> RunRecord:
-    config = run_config()
+def record(folder: Path, *overrides: str) -> RunRecord:
+    config = run_config(*overrides)
     return RunRecord("lake", config.model_dump_json(), str(folder), 7, config.settings, created_at=1.0)
 
 
@@ -189,3 +190,16 @@ def test_the_files_of_the_run_itself_are_read_and_removed(
     with factory.hold_files(own) as remove:
         assert remove().left == []
     assert not folder.exists()
+
+
+async def test_the_folder_of_an_active_run_is_locked_in_each_control_replica(factory: RayRunFactory, tmp_path: Path):
+    """A train command in that folder would move its checkpoints aside."""
+    folder = tmp_path / "lake"
+    active = record(folder, f"output_dir={folder}")
+    for replica in ("first", "second"):
+        mesh = factory.build_mesh(active)
+        await (mesh.prepare() if replica == "first" else mesh.drain())
+        with pytest.raises(FolderInUseError, match="is used by run 'lake' of a mesh"):
+            run_folder.claim(folder, "lake", resume=False)
+        await mesh.clean_up()
+    assert run_folder.claim(folder, "lake", resume=False) == tmp_path / "lake.1"
