@@ -245,16 +245,19 @@ class ControlService:
             InvalidRunError: invalid settings.
             RunStateError: the run is over or ending.
         """
-        record = await self.store.load(run_id)
+        await self.store.load(run_id)
         values = body.values()
         if not values:
             known = ", ".join(SettingsPatch.model_fields)
             raise InvalidRunError([ProblemView(path="", message=f"nothing to change: set at least one of {known}")])
-        if not record.state.is_terminal:
-            requested = requested_settings(record.settings, await self.store.changes(run_id))
-            async with self._validation_slot():
-                await self.factory.validate_change(record, requested, values)
-        await self.store.change(run_id, values)
+        is_stored = False
+        while not is_stored:  # again if another change was stored meanwhile
+            record, changes = await self.store.load(run_id), await self.store.changes(run_id)
+            if not record.state.is_terminal:
+                requested = requested_settings(record.settings, changes)
+                async with self._validation_slot():
+                    await self.factory.validate_change(record, requested, values)
+            is_stored = await self.store.change(run_id, values, after=len(changes))
         self._wake()
         return await self.view(run_id)
 

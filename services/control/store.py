@@ -279,21 +279,25 @@ class RunStore:
         return record.wanted is not wanted
 
     @repeat_transaction
-    async def change(self, run_id: str, values: Mapping[str, float]) -> Change:
-        """Request new settings; raises `UnknownRunError`, `RunStateError`."""
-        key = RunKeys(run_id).record
+    async def change(self, run_id: str, values: Mapping[str, float], *, after: int | None = None) -> bool:
+        """Request new settings; raises `UnknownRunError`, `RunStateError`.
+
+        after: number of changes with which these were validated; with others, nothing is requested. Return whether it is.
+        """
+        keys = RunKeys(run_id)
         async with self.redis.pipeline() as pipe:
-            await pipe.watch(key)
+            await pipe.watch(keys.record, keys.changes)
             record = await self.load(run_id)
             if record.state.is_terminal or record.is_ending:
                 state = record.state if record.state.is_terminal else "ending"
                 raise RunStateError(f"run {run_id!r} is {state}: its settings can no longer change")
-            change = Change(dict(values), self.clock())
+            if after is not None and after != await cast(Any, pipe.llen(keys.changes)):
+                return False
             pipe.multi()
-            pipe.rpush(RunKeys(run_id).changes, encode_change(change.values, change.at))
-            write_event(pipe, run_id, "asked", {"values": change.values})
+            pipe.rpush(keys.changes, encode_change(values, self.clock()))
+            write_event(pipe, run_id, "asked", {"values": dict(values)})
             await pipe.execute()
-            return change
+            return True
 
     async def changes(self, run_id: str) -> list[Change]:
         keys = RunKeys(run_id)

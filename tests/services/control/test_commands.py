@@ -1,13 +1,17 @@
 """What a person asks of a run: that it stop, pause, continue, or change."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import pytest
 
 from offbeat.services.control.client import ControlRefusedError
-from offbeat.services.control.run import DesiredState, RunState
+from offbeat.services.control.run import DesiredState, RunRecord, RunState
+from offbeat.services.control.schemas import ProblemView
+from offbeat.services.control.service import InvalidRunError
 from offbeat.services.keys import RunKeys
+from offbeat.services.live_settings import Settings
 from tests.services.control.api_harness import (
     MOST_WORKERS,
     ApiHarness,
@@ -87,6 +91,39 @@ async def test_a_change_that_cannot_be_names_the_key(
     assert (problem["path"], problem["suggestion"]) == (path, suggestion)
     assert message in problem["message"]
     assert (await api.client.show("a")).changes == []
+
+
+async def test_changes_at_once_are_validated_together(api: ApiHarness, monkeypatch: pytest.MonkeyPatch):
+    both = asyncio.Barrier(2)
+    validated = list[Settings]()
+
+    async def validate(record: RunRecord, requested: Settings, values: Mapping[str, float]) -> None:
+        """Refuse more than four processes; the first two validations begin before either ends."""
+        del record
+        validated.append(settings := requested.changed(values))
+        if len(validated) <= 2:
+            await both.wait()
+        if settings.num_workers + settings.num_replicas > 4:
+            raise InvalidRunError([ProblemView(path="rollout.num_workers", message="there are not enough CPUs")])
+
+    monkeypatch.setattr(api.factory, "validate_change", validate)
+    await api.start("a")
+    answers = await asyncio.gather(
+        api.http.patch("/runs/a", json={"num_workers": 3}), api.http.patch("/runs/a", json={"num_replicas": 3})
+    )
+    assert sorted(answer.status_code for answer in answers) == [200, 422]
+    (change,) = (await api.client.show("a")).changes
+    assert change.values in ({"num_workers": 3}, {"num_replicas": 3})
+    assert [(each.num_workers, each.num_replicas) for each in validated[2:]] == [(3, 3)]
+
+
+async def test_changes_at_once_that_fit_are_both_stored(api: ApiHarness):
+    await api.start("a")
+    bodies = [{"num_workers": 3}, {"num_replicas": 3}, {"temperature": 0.5}]
+    answers = await asyncio.gather(*(api.http.patch("/runs/a", json=body) for body in bodies))
+    assert [answer.status_code for answer in answers] == [200] * 3
+    changes = [change.values for change in (await api.client.show("a")).changes]
+    assert sorted(changes, key=str) == sorted(bodies, key=str)
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
