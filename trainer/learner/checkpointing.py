@@ -71,6 +71,9 @@ class Checkpointer:
         self.newest, self.step = checkpoint.path, checkpoint.state.step
         self._durable_step = checkpoint.state.step
 
+    def discard_score_after(self, step: int) -> None:
+        self._store.discard_score_after(step)
+
     def add_consumed(self, entry_ids: Iterable[str]) -> None:
         self._consumed += entry_ids
 

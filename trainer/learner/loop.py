@@ -144,9 +144,7 @@ class Learner:
         self._staleness.load(checkpoint.path, state.step)
         self._curriculum.load(checkpoint.path)
         self._reporter.load(checkpoint.path, is_own=not self._is_new_lineage)
-        self._loaded = state
-        self._step = state.step
-        self._next_number = state.next_number
+        self._loaded, self._step, self._next_number = state, state.step, state.next_number
         self._checkpointer.resume_from(checkpoint)
         logger.info("resuming from %s", checkpoint.path)
         return self._trainer.load(checkpoint.path, state.kl_coef, progress, self._should_stop)
@@ -193,6 +191,8 @@ class Learner:
         if self._is_new_lineage or result.num_added < 0:  # of checkpoints that are given up
             self._reporter.record_rewind(self._step)
             self._evaluations.discard_after(self._step)
+            self._batch_log.discard_after(self._step)
+            self._checkpointer.discard_score_after(self._step)
         self._evaluations.restart()
         self._curriculum.publish()
 

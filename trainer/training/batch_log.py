@@ -60,6 +60,13 @@ class BatchLog(RecordedSteps):
         if self._num_shown:
             self._submit(partial(self._write_tokens, tokens))
 
+    def discard_after(self, step: int) -> None:
+        """Remove batches and token outcomes of later steps, whose weights are given up; raises `FencedError`."""
+        for prefix in (PREFIX, TOKENS):
+            for later in [each for each in self.steps(prefix) if each > step]:
+                self._files = self._files or FencedFolder(self._folder, self._epoch)
+                self._files.remove(f"{prefix}{later:06d}{SUFFIX}")
+
     def flush(self) -> None:
         """Wait for pending writes.
 
@@ -110,13 +117,9 @@ class BatchLog(RecordedSteps):
 
     def _write(self, prefix: str, version: int, content: bytes, max_kept: int) -> None:
         self._files = self._files or FencedFolder(self._folder, self._epoch)
-        name = f"{prefix}{version:06d}{SUFFIX}"
-        self._files.write(name, content)
+        self._files.write(f"{prefix}{version:06d}{SUFFIX}", content)
         # Later ones are of steps that are being trained again
-        numbers = (
-            path.name.removeprefix(prefix).removesuffix(SUFFIX) for path in self._folder.glob(f"{prefix}*{SUFFIX}")
-        )
-        earlier = sorted(int(number) for number in numbers if number.isdigit() and int(number) < version)
+        earlier = [step for step in self.steps(prefix) if step < version]
         for old in earlier[: max(0, len(earlier) - (max_kept - 1))]:
             self._files.remove(f"{prefix}{old:06d}{SUFFIX}")
 

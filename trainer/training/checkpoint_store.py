@@ -174,6 +174,15 @@ class CheckpointStore:
             self._scores[f"{PREFIX}{step:06d}"] = value
         self._apply_scores()
 
+    def discard_score_after(self, step: int) -> None:
+        """Forget the best checkpoint if it is of a later step, whose weights are given up; raises `FencedError`."""
+        best = self._read_score()
+        if best is None or best[0] <= step:
+            return
+        for name in (BEST, SCORE):
+            with suppress(FileNotFoundError):
+                delete(self._files.take_away(name))
+
     def _apply_scores(self) -> None:
         with self._scoring:
             for name in [name for name in self._scores if self._has(name)]:
@@ -204,12 +213,17 @@ class CheckpointStore:
         return (self._folder / name).is_dir() or name in self._elsewhere
 
     def _best(self) -> tuple[str, float] | None:
+        if (best := self._read_score()) is None:
+            return None
+        step, score = best
+        return (name, score) if self._has(name := f"{PREFIX}{step:06d}") else None
+
+    def _read_score(self) -> tuple[int, float] | None:
         try:
             tree = json.loads((self._folder / SCORE).read_text())
-            name, score = f"{PREFIX}{int(tree['step']):06d}", float(tree["score"])
+            return int(tree["step"]), float(tree["score"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return (name, score) if self._has(name) else None
 
     def newest_complete(self, lineage: str | None = None) -> Checkpoint | None:
         return newest_complete(self._folder, lineage)

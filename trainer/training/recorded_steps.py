@@ -63,9 +63,9 @@ class RecordedSteps:
     def __init__(self, output_dir: Path) -> None:
         self._folder = output_dir / FOLDER
 
-    def steps(self) -> list[int]:
+    def steps(self, prefix: str = PREFIX) -> list[int]:
         names = (
-            path.name.removeprefix(PREFIX).removesuffix(SUFFIX) for path in self._folder.glob(f"{PREFIX}*{SUFFIX}")
+            path.name.removeprefix(prefix).removesuffix(SUFFIX) for path in self._folder.glob(f"{prefix}*{SUFFIX}")
         )
         return sorted(int(name) for name in names if name.isdigit())
 

@@ -6,6 +6,7 @@ Invariant: the run's folder is only read.
 import json
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -91,7 +92,7 @@ def find_plan(run: LearnerRun, step: int | None) -> ReproductionPlan:
     Raises:
         ControlError: checkpoints or batches are missing.
     """
-    checkpoints = _complete_checkpoints(run.checkpoints)
+    checkpoints = _surviving_checkpoints(run.checkpoints)
     recorded = BatchLog(run.output_dir).steps()
     if not recorded:
         raise ControlError(
@@ -105,7 +106,8 @@ def find_plan(run: LearnerRun, step: int | None) -> ReproductionPlan:
                 passed = {n: checkpoint for n, checkpoint in checkpoints.items() if start < n <= goal}
                 return ReproductionPlan(checkpoints[start], needed, passed)
     have = (
-        f"recorded are steps {recorded[0]} to {recorded[-1]}, complete checkpoints are of steps {sorted(checkpoints)}"
+        f"recorded are steps {recorded[0]} to {recorded[-1]}, complete checkpoints of the run's present weights are of "
+        f"steps {sorted(checkpoints)}"
     )
     if step is None:
         raise ControlError(f"no two checkpoints with every batch between them: {have}")
@@ -222,15 +224,17 @@ def preview(trainer: PolicyTrainer, batch: StepBatch) -> list[SampleView]:
     return views
 
 
-def _complete_checkpoints(folder: Path) -> dict[int, Checkpoint]:
-    checkpoints: dict[int, Checkpoint] = {}
+def _surviving_checkpoints(folder: Path) -> dict[int, Checkpoint]:
+    """Return the complete checkpoints, without those after whose writing the run went back before their steps."""
+    complete: list[Checkpoint] = []
     for path in folder.glob(f"{PREFIX}*"):
-        try:
-            checkpoint = read_checkpoint(path)
-        except CheckpointError:
-            continue
-        checkpoints[checkpoint.state.step] = checkpoint
-    return checkpoints
+        with suppress(CheckpointError):
+            complete.append(read_checkpoint(path))
+    surviving: dict[int, Checkpoint] = {}
+    for checkpoint in sorted(complete, key=lambda each: (each.state.serial, each.state.step), reverse=True):
+        if checkpoint.state.step < min(surviving, default=math.inf):
+            surviving[checkpoint.state.step] = checkpoint
+    return surviving
 
 
 def _compare(step: int, trainer: PolicyTrainer, checkpoint: Path) -> WeightComparison:

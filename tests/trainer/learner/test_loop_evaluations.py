@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from offbeat.services.telemetry import REWOUND_TO
+from offbeat.trainer.training.batch_log import BatchLog
+from offbeat.trainer.training.checkpoint_store import CheckpointStore
 from tests.fakes import CrashError, Moments
 from tests.trainer.learner.harness import LearnerHarness, finish_evaluations, learner_config
 
@@ -102,6 +104,20 @@ def test_a_run_resumed_from_an_earlier_step_evaluates_anew(tmp_path: Path) -> No
         ("after", 6),
         ("after", 6),
     ]
+
+
+def test_a_run_resumed_from_an_earlier_step_keeps_no_batch_or_best_of_later_ones(tmp_path: Path) -> None:
+    settings = {"record_batches": 9, "console": {"keep_steps": 9}}
+    harness = LearnerHarness(tmp_path, learner_config(**settings))
+    harness.learner()[0].run()
+    store = CheckpointStore(tmp_path / "checkpoints", keep=2, epoch=next(harness.epochs))
+    store.score(6, 0.9)
+    harness.config = learner_config(**settings, resume_from_checkpoint=tmp_path / "checkpoints" / "step-000003")
+    learner, trainer = harness.learner(should_stop=lambda: len(trainer.history) == 4)
+    assert BatchLog(tmp_path).steps() == [1, 2, 3, 4, 5, 6]
+    learner.run()
+    assert BatchLog(tmp_path).steps() == [1, 2, 3, 4]
+    assert not (tmp_path / "checkpoints" / "best.json").exists()
 
 
 def test_a_run_that_is_resumed_after_its_last_step_only_evaluates(tmp_path: Path) -> None:

@@ -227,6 +227,24 @@ def test_the_score_of_a_step_is_that_of_the_weights_that_it_has_now(store: Check
     assert json.loads((tmp_path / "checkpoints" / "best.json").read_text()) == {"step": 20, "score": 0.4}
 
 
+def test_a_run_that_goes_back_forgets_a_better_score_of_later_weights(store: CheckpointStore, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    for step, score in ((10, 0.8), (20, 0.95)):
+        store.save(state(step, "first"), write).result()
+        store.score(step, score)
+    successor = CheckpointStore(folder, keep=2, epoch=2)
+    successor.discard_score_after(20)
+    assert successor.best == "step-000020"
+    successor.discard_score_after(10)
+    assert visible(folder) == ["step-000010", "step-000020"]
+    successor.save(state(20, "second"), write).result()
+    assert successor.best is None, "of the same name, and not evaluated"
+    successor.score(20, 0.7)
+    assert (folder / "best").readlink() == Path("step-000020")
+    successor.discard_score_after(10)
+    assert visible(folder) == ["step-000010", "step-000020"]
+
+
 def test_what_is_saved_is_not_found_before_it_is_durable(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """What recorded steps are trained under when they are reproduced."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from offbeat.services.errors import ControlError
 from offbeat.trainer.config.run import LearnerRunConfig
 from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.training.checkpoint import Checkpoint, LearnerState
-from offbeat.trainer.training.reproduction import ReproductionPlan, split_plan
+from offbeat.trainer.training.checkpoint_store import CheckpointStore
+from offbeat.trainer.training.reproduction import ReproductionPlan, find_plan, split_plan
 from tests.paths import QUICKSTART
 
 
@@ -45,3 +47,17 @@ def test_a_function_that_only_a_checkpoint_names_is_not_called():
     foreign.state.config["reward_shaping"] = {"function": "os:abort"}
     with pytest.raises(ControlError, match="was trained with os:abort, which the run's configuration does not name"):
         split_plan(RUN, plan_to(2, foreign))
+
+
+def test_a_plan_has_no_checkpoint_that_the_run_has_given_up(tmp_path: Path) -> None:
+    """Step 20 was trained before the run went back to step 10, and is not reached from step 15."""
+    run = replace(RUN, output_dir=tmp_path)
+    for epoch, lineage, steps in ((1, "first", (10, 20)), (2, "second", (15,))):
+        store = CheckpointStore(run.checkpoints, keep=3, epoch=epoch)
+        for step in steps:
+            store.save(LearnerState(step, lineage), lambda folder: None).result()
+    (tmp_path / "batches").mkdir()
+    for step in range(11, 21):
+        (tmp_path / "batches" / f"step-{step:06d}.msgpack").touch()
+    plan = find_plan(run, None)
+    assert (plan.start.state.step, plan.steps, list(plan.checkpoints)) == (10, (11, 12, 13, 14, 15), [15])
