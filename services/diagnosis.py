@@ -115,8 +115,11 @@ def _truncated(window: StepWindow) -> RunFinding | None:
 
 
 def _constant_reward(window: StepWindow) -> RunFinding | None:
+    """Check that nothing that the run trains on differs: the envs' rewards, shaped ones, or teachers."""
     lowest, highest = min(window.values("reward_min"), default=0.0), max(window.values("reward_max"), default=1.0)
-    if lowest < highest or not window.has(MIN_STEPS) or _no_tokens(window):
+    shaped = window.values("shaped_reward/min"), window.values("shaped_reward/max")
+    differs = lowest < highest or min(shaped[0], default=0.0) < max(shaped[1], default=0.0)
+    if differs or window.limits.distills or not window.has(MIN_STEPS) or _no_tokens(window):
         return None
     return RunFinding(
         "constant_reward",
@@ -286,7 +289,8 @@ def _slowest_source(window: StepWindow) -> tuple[str, str, tuple[str, ...]]:
     """Return what the learner waits for, the remedy and the keys."""
     if window.sum("time/score_wait_s") > 0.5 * window.sum("time/wait_s"):
         cause = "services of frozen models are the bottleneck: give them more replicas"
-        return "scores", cause, ("teacher", "reference.num_replicas", "max_staleness")
+        keys = ("reference.strategy_args.num_replicas", "teacher.NAME.strategy_args.num_replicas", "max_staleness")
+        return "scores", cause, keys
     if not window.values("reward_max"):  # groups are rows
         cause = "reading rows, or sampling responses to them, is the bottleneck: add workers or engines"
         return "groups", cause, ("rollout.num_workers", "actor_infer.num_replicas", "max_staleness")

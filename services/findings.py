@@ -32,6 +32,8 @@ class DiagnosisLimits:
     """Whether `top_p` or `top_k` cut the engine's distribution."""
     masks_episodes: bool = False
     """Whether `max_len_mask` or `error_max_len_clip` leaves episodes out of the loss, and of `shaped_reward`."""
+    distills: bool = False
+    """Whether teachers give a signal where rewards give none."""
     has_faster_engine: bool = False
     """Whether `hf_infer` would sample this policy faster than its engine."""
     without_effect: frozenset[str] = frozenset()

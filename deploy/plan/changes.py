@@ -46,7 +46,10 @@ def single_changes(setup: Setup, measures: Measures, per_worker: int) -> Iterato
     yield _of(setup, measures, text, redundancy=redundancy)
     if not measures.turn_s.is_flat:
         number = setup.num_replicas + 1
-        yield SettingChange(f"actor_infer.num_replicas={number}", replace(setup, num_replicas=number), measures)
+        text, devices = f"actor_infer.num_replicas={number}", setup.devices_per_engine
+        if devices:
+            text = f"one engine more ({devices} more device(s) in actor_infer.device_mapping)"
+        yield SettingChange(text, replace(setup, num_replicas=number), measures, is_setting=not devices)
     faster = replace(
         measures, train_fixed_s=measures.train_fixed_s / 2, train_per_token_s=measures.train_per_token_s / 2
     )

@@ -23,6 +23,8 @@ class Setup:
     within: WorkerLimits = NO_LIMITS
     partition: tuple[int, ...] = ()
     """`num_groups_partition`, whose sum is the groups in play."""
+    devices_per_engine: int | None = None
+    """Of `actor_infer.device_mapping`, which implies `num_replicas`; None: it is not set."""
 
     @property
     def batch(self) -> int:

@@ -76,17 +76,18 @@ def setup_of(config: RunConfig) -> Setup:
     """Raises `PlanError` for a pipeline that plays nothing."""
     if config.reads_data:
         raise PlanError(f"pipeline {config.pipeline!r} reads rows; a plan is of episodes (agentic, online_dpo)")
-    rollout = config.rollout
+    rollout, infer = config.rollout, config.actor_infer
     limits = replace(buffer_limits(config), total_groups=MAX_GROUPS)
     return Setup(
         limits=replace(limits, group_size=limits.group_size + limits.baselines),
         order=config.buffer.order,
         slots=rollout.num_workers * per_worker_of(config),
         num_workers=rollout.num_workers,
-        num_replicas=config.actor_infer.num_replicas,
+        num_replicas=infer.num_replicas,
         heartbeat_s=min(0.5, config.buffer.worker_timeout_s / 5),
         within=limits_of(config),
         partition=config.train_env_manager.num_groups_partition,
+        devices_per_engine=None if infer.device_mapping is None else infer.engine.world_size,
     )
 
 

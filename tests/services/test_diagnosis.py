@@ -108,6 +108,22 @@ def test_steps_without_a_gradient_have_the_rule_that_says_why(name: str, changes
     assert names(steps(actor__grad_norm=0.0, **changes)) == [name]
 
 
+@pytest.mark.parametrize(
+    ("changes", "distills", "expected"),
+    [
+        ({"shaped_reward__min": -0.5, "shaped_reward__max": 0.1}, False, []),
+        ({"shaped_reward__min": 0.5, "shaped_reward__max": 0.5}, False, ["constant_reward"]),
+        ({}, True, []),
+        ({}, False, ["constant_reward"]),  # a critic's advantages are a signal of its errors alone
+    ],
+)
+def test_equal_rewards_are_no_finding_where_other_rewards_or_teachers_train(
+    changes: dict[str, Any], distills: bool, expected: list[str]
+):
+    equal = steps(reward_max=0.0, groups_without_signal=0.0, **changes)
+    assert [finding.name for finding in diagnose(equal, replace(LIMITS, distills=distills))] == expected
+
+
 def test_a_run_that_ends_after_few_steps_without_a_gradient_says_what_they_were():
     """ROLL's RLVR file with rows too hard for its policy: answers are cut and masked, a mismatch explains nothing."""
     untrained: dict[str, Any] = {"actor__grad_norm": 0.0, "actor__mismatch_kl_fresh": 2e-5, "episodes_truncated": 0.75}
@@ -138,7 +154,8 @@ def test_what_a_learner_waits_for_is_reported():
     episodes = diagnose(steps(time__wait_s=0.9, time__score_wait_s=0.1))
     assert [finding.name for finding in (*rows, *scored, *episodes)] == ["idle_learner"] * 3
     assert rows[0].keys[0] == "rollout.num_workers"
-    assert (scored[0].seen, scored[0].keys[0]) == ("the learner waits 90% of its time for scores", "teacher")
+    assert scored[0].seen == "the learner waits 90% of its time for scores"
+    assert scored[0].keys[0] == "reference.strategy_args.num_replicas"
     assert "offbeat runs why" in episodes[0].cause
     assert episodes[0].keys[0] == "train_env_manager.num_env_groups"
 
@@ -289,7 +306,9 @@ def test_findings_are_sent_as_json():
 
 
 def test_keys_of_findings_exist():
-    found = [finding for changes in SEEN.values() for finding in diagnose(steps(**changes), LIMITS)]
+    causes = [*SEEN.values(), {"time__wait_s": 0.8, "time__score_wait_s": 0.8}]
+    found = [finding for changes in causes for finding in diagnose(steps(**changes), LIMITS)]
+    found += diagnose([{"time/wait_s": 0.8, "time/step_s": 1.0}] * 20)
     assert {key for finding in found for key in finding.keys} <= set(known_keys())
     assert all(isinstance(finding, RunFinding) and finding.keys for finding in found)
 
@@ -297,6 +316,7 @@ def test_keys_of_findings_exist():
 def known_keys() -> list[str]:
     from offbeat.deploy.config.run import RunConfig
     from offbeat.services.rollout.config import CustomEnv
+    from offbeat.trainer.config.roles import TeacherConfig
 
     def walk(model: Any, prefix: str) -> list[str]:
         keys: list[str] = []
@@ -306,4 +326,4 @@ def known_keys() -> list[str]:
                 keys += walk(field.annotation, f"{prefix}{name}.")
         return keys
 
-    return [*walk(RunConfig, ""), *walk(CustomEnv, "custom_envs.TAG.")]
+    return [*walk(RunConfig, ""), *walk(CustomEnv, "custom_envs.TAG."), *walk(TeacherConfig, "teacher.NAME.")]

@@ -205,6 +205,7 @@ class LearnerRunConfig(LearnerConfig):
             answer_tokens,
             is_sampling_cut=sampling.top_p < 1 or sampling.top_k > 0,
             masks_episodes=self.max_len_mask or self.error_max_len_clip,
+            distills=self.distills,
             has_faster_engine=self._has_faster_engine,
             without_effect=frozenset(keys_without_effect(self)),
             trains_by_admission=self.buffer.order == "admission",
