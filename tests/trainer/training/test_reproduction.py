@@ -55,7 +55,7 @@ def test_a_plan_has_no_checkpoint_that_the_run_has_given_up(tmp_path: Path) -> N
     for epoch, lineage, steps in ((1, "first", (10, 20)), (2, "second", (15,))):
         store = CheckpointStore(run.checkpoints, keep=3, epoch=epoch)
         for step in steps:
-            store.save(LearnerState(step, lineage), lambda folder: None).result()
+            store.save(LearnerState(step, lineage), lambda _: None).result()
     (tmp_path / "batches").mkdir()
     for step in range(11, 21):
         (tmp_path / "batches" / f"step-{step:06d}.msgpack").touch()
