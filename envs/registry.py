@@ -18,6 +18,7 @@ An env is a `gymnasium.Env` with these conventions:
 - Optional `seats: tuple[str, ...]`, of a game that the policy plays on several seats: `info["seat"]` of `reset` and
   `step` names the seat to move, which the observation is for, and `info["seats"]` of `step` has, by seat, what changed:
   its `reward`, and metrics such as `success`. Each seat is a trajectory of its own.
+- Optional `tool_instructions: str`: part of `system_prompt` that a system message of a dataset's row does not replace.
 - Optional `functions`: tools in the chat template's format (`offbeat.envs.tools.functions`).
 """
 

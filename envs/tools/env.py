@@ -85,8 +85,9 @@ class ToolEnv(gymnasium.Env[str, str]):
                 self.close()
                 raise
         by_template = config.function_calling == "template"
-        prompts = [getattr(inner, "system_prompt", ""), *(tool.instruction for tool in self._tools if not by_template)]
-        self.system_prompt = "\n".join(text for text in prompts if text)
+        instructions = [] if by_template else [tool.instruction for tool in self._tools]
+        self.system_prompt = _join_lines(getattr(inner, "system_prompt", ""), *instructions)
+        self.tool_instructions = _join_lines(getattr(inner, "tool_instructions", ""), *instructions)
         self._by_name: dict[str, OpenTool] = {}
         self.functions: tuple[dict[str, Any], ...] = ()
         if by_template:
@@ -187,6 +188,10 @@ class ToolEnv(gymnasium.Env[str, str]):
         self._env.close()
         while self._tools:
             self._tools.pop().close()
+
+
+def _join_lines(*texts: str) -> str:
+    return "\n".join(text for text in texts if text)
 
 
 def _use_metrics(*, used: int, ok: int) -> dict[str, Any]:

@@ -46,6 +46,8 @@ class EnvTraits(NamedTuple):
     """Functions for the policy, in OpenAI's form."""
     seats: Sequence[str] = ()
     """Seats that the policy plays, if several."""
+    tool_instructions: str = ""
+    """Part of the system prompt that a row's system message does not replace."""
 
 
 class Opening(NamedTuple):
@@ -95,7 +97,8 @@ def read_traits(env: TextEnv) -> EnvTraits:
     modes: Mapping[str, str] = getattr(inner, "metrics_agg_mode", {})
     functions: Sequence[Mapping[str, Any]] = getattr(inner, "functions", ())
     prompt = str(getattr(inner, "system_prompt", None) or "")
-    return EnvTraits(prompt, dict(modes), tuple(dict(each) for each in functions), read_seats(env))
+    tools = str(getattr(inner, "tool_instructions", None) or "")
+    return EnvTraits(prompt, dict(modes), tuple(dict(each) for each in functions), read_seats(env), tools)
 
 
 def read_seats(env: TextEnv) -> tuple[str, ...]:

@@ -58,10 +58,12 @@ class EpisodePlan:
     """Its last message is the first observation."""
     prompt_length: int | None = None
 
-    def system_prompt(self, default: str) -> str:
-        """Return the row's system message, or the tag's. default: the env's."""
+    def system_prompt(self, traits: EnvTraits) -> str:
+        """Return the row's system message with the tools' instructions, or the tag's system prompt."""
         own = None if self.prompt is None else self.prompt.system
-        return self.env.system_prompt(default) if own is None else own
+        if own is None:
+            return self.env.system_prompt(traits.system_prompt)
+        return "\n".join(text for text in (own, traits.tool_instructions) if text)
 
     @property
     def opening(self) -> tuple[str, ...]:
@@ -76,7 +78,7 @@ async def play(plan: EpisodePlan, env: PlayableEnv, traits: EnvTraits, sample: S
         EpisodeError: env or generation failed; retry.
     """
     began, rules = time.monotonic(), plan.env
-    system = plan.system_prompt(traits.system_prompt)
+    system = plan.system_prompt(traits)
     texts = [_show_images(text, plan, chat) for text in plan.opening]
     make = partial(make_recorder, chat, rules, system, tuple(traits.functions), texts)
     conversations = Conversations(make, rules, traits.seats)

@@ -133,6 +133,10 @@ async def test_a_slow_reward_holds_up_no_episode_but_not_without_bound(bench, sa
     assert len(b.buffer.submitted) == 16
 
 
+class InstructingEnv(PromptEnv):
+    system_prompt = "Up"
+
+
 class RaisingEnv(PromptEnv):
     """A tool that can't take the policy's call."""
 
@@ -214,6 +218,28 @@ async def test_the_answer_may_be_a_field_of_a_column(bench, saying, tmp_path: Pa
         await b.until_done(4)
     assert {trajectory.reward for trajectory in b.buffer.submitted.values()} == {1.0}
     assert {sample.ground_truth for sample in SEEN} == {"Left"}
+
+
+@pytest.mark.parametrize(("system", "shown"), [("Walk to G .", "Walk to G .\nLeft Down"), (None, "Up\nLeft Down")])
+async def test_a_rows_system_message_leaves_the_tools_instructions(
+    bench, saying, tmp_path: Path, chat, system: str | None, shown: str
+):
+    """It replaces what the wrapped env says of the task."""
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"text": "G"}\n')
+    changes = settings(tmp_path, TRUTH)
+    tool = {"tool_id": "search", "corpus": str(corpus), "instruction": "Left Down"}
+    walk: CustomEnv = changes["custom_envs"]["walk"]
+    config = {"env_type": f"{__name__}:InstructingEnv", "env_config": walk.env_config, "tools": [tool]}
+    changes["custom_envs"] = {"walk": walk.model_copy(update={"env_type": "tools", "env_config": config})}
+    head = [] if system is None else [{"role": "system", "content": system}]
+    row = {"messages": [*head, {"role": "user", "content": "P"}], "ground_truth": "Left"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    async with bench(*group(0, 1), generation=saying("Left"), **changes) as b:
+        await b.until_done(1)
+        ((request,),) = b.generation.calls
+    assert list(request.prompt) == [*chat.first_prompt(shown, "P")]
+    assert SEEN[0].prompt[0] == {"role": "system", "content": shown}
 
 
 async def test_earlier_messages_of_a_row_come_before_the_answer(bench, saying, tmp_path: Path, chat):
