@@ -4,7 +4,8 @@
 #   offbeat-run-once DEPLOY_FILE RUN_FILE [KEY=VALUE]...
 #
 # For run_nodes.sh beside it, and a RayJob (deploy/kubernetes). A run that exists is resumed, also one that is active in
-# Redis since a job that was killed. The token is that of OFFBEAT_TOKEN_FILE, OFFBEAT_TOKEN, or runs/control/token in this
+# Redis since a job that was killed; with OFFBEAT_STOP_OTHERS, other runs that such jobs have left active are stopped, as
+# this job's devices are for its own: the Redis must be the job's alone. The token is that of OFFBEAT_TOKEN_FILE, OFFBEAT_TOKEN, or runs/control/token in this
 # folder.
 set -eu
 deploy=$1
@@ -55,6 +56,15 @@ if [ "$code" -eq 4 ] && [ -n "$active" ]; then
     offbeat runs stop --now "$active" >&2 || :
     offbeat runs watch "$active" >&2 || :
     start "$@"
+fi
+if [ "$code" -eq 0 ] && [ -n "${OFFBEAT_STOP_OTHERS:-}" ]; then
+    active=$(offbeat runs list --json --state preparing --state starting --state running --state paused --state draining |
+        python3 -c 'import json, sys; print(*(run["id"] for run in json.load(sys.stdin)["runs"]))') || active=
+    for other in $active; do
+        [ "$other" != "$name" ] || continue
+        echo "offbeat-run-once: run $other is active in Redis since an earlier job: it is stopped" >&2
+        offbeat runs stop --now "$other" >&2 || :
+    done
 fi
 if [ "$code" -eq 0 ]; then
     offbeat runs watch "$name" || code=$?

@@ -20,6 +20,7 @@ from redis.asyncio import Redis as AsyncRedis
 from offbeat.deploy.cluster import apps
 from offbeat.deploy.config.loader import compose_document
 from offbeat.deploy.token_file import TOKEN_FILE
+from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.control.api import create_api
 from offbeat.services.control.interfaces import Health
 from offbeat.services.control.reconciler import Reconciler
@@ -28,6 +29,7 @@ from offbeat.services.control.run import RunSpec, RunState
 from offbeat.services.control.service import ControlService
 from offbeat.services.control.store import RunStore
 from offbeat.services.process import free_port
+from offbeat.services.redis.server import EmbeddedRedis
 from offbeat.services.redis.url_file import read_url_file
 from tests.copying import replace
 from tests.paths import QUICKSTART, ROOT
@@ -121,6 +123,34 @@ def test_the_deploy_file_builds_with_the_secrets_that_the_script_wrote(tmp_path:
     assert read_url_file(Path("runs/redis/url")) == url
 
 
+def test_a_second_job_of_a_folder_is_refused_while_the_first_has_it(tmp_path: Path):
+    """Its control service would take over the first one's run, and both Redis servers write one append-only file."""
+    path = command_path(tmp_path, ray="echo up; cat", sleep="exit 0")
+    arguments = [*map(str, (NODES / "run_nodes.sh", "10.0.0.1", 2, "my.yaml"))]
+    environment = {**os.environ, "PATH": path, "OFFBEAT_SECRET": "first"}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(arguments, cwd=tmp_path, env=environment, text=True, **pipes) as first:
+        assert first.stdout
+        assert first.stdout.readline() == "up\n"
+        files = [tmp_path / "runs/redis/url", tmp_path / "runs/control/token"]
+        written = [file.read_text() for file in files]
+        refused = run(tmp_path, *arguments, path=path, OFFBEAT_SECRET="second")
+        assert (refused.returncode, refused.stdout) == (1, "")
+        assert f"another job uses {tmp_path}/runs/redis: wait for its end, or submit" in refused.stderr
+        assert run(tmp_path, *arguments, path=path, OFFBEAT_SECRET="first").returncode == 0, "another node of the job"
+        assert [file.read_text() for file in files] == written
+    assert run(tmp_path, *arguments, path=path, OFFBEAT_SECRET="second").returncode == 0
+    assert files[0].read_text() != written[0]
+
+
+@pytest.mark.parametrize("code", [69, 127], ids=["no locks", "no flock"])
+def test_jobs_run_where_the_file_system_has_no_locks(tmp_path: Path, code: int):
+    path = command_path(tmp_path, ray="exit 0", flock=f"exit {code}")
+    for secret in ("first", "second"):
+        done = run(tmp_path, NODES / "run_nodes.sh", "10.0.0.1", 2, "my.yaml", path=path, OFFBEAT_SECRET=secret)
+        assert done.returncode == 0, done.stderr
+
+
 def test_a_missing_secret_is_said(tmp_path: Path):
     done = run(tmp_path, NODES / "run_nodes.sh", "10.0.0.1", 2, "my.yaml", path=command_path(tmp_path))
     assert done.returncode != 0
@@ -149,6 +179,15 @@ def test_a_command_beside_redis_has_it_and_gives_its_exit_code(tmp_path: Path):
         assert (done.returncode, done.stdout.split()) == (code, [str(times), "yes"]), done.stderr
     with Redis(port=port, password="secret") as client, pytest.raises(ConnectionError):
         client.ping()
+
+
+def test_no_second_redis_uses_a_folder(tmp_path: Path):
+    folder = tmp_path / "runs" / "redis"
+    with EmbeddedRedis(folder, RedisConfig()) as server:
+        (folder / "url").write_text(f"{server.url}\n")
+        done = run(tmp_path, NODES / "with_redis.sh", "echo", "begun", path=command_path(tmp_path))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"another Redis uses {folder}: wait for its end" in done.stderr
 
 
 REFUSED = "echo 'offbeat: the configuration was refused' >&2; exit 2"
@@ -185,6 +224,24 @@ case "$2$3" in start--dry-run) {try_resume};; start*) {start};; watch*) {watch};
     assert tried == "offbeat runs start --dry-run r.yaml resume_from_checkpoint=true seed=2"
     assert started == f"offbeat runs start r.yaml resume_from_checkpoint={str(resumed).lower()} seed=2"
     assert watched == ([] if code == 2 else ["offbeat runs watch name"])
+
+
+@pytest.mark.parametrize("stop_others", ["", "true"])
+def test_a_job_stops_the_runs_that_killed_jobs_of_its_folder_left_active(tmp_path: Path, stop_others: str):
+    """A RayJob does not: its Redis may be that of a permanent mesh."""
+    path = command_path(
+        tmp_path,
+        serve="exit 0",
+        python3=f'case "$2" in *urllib*) exit 0;; esac\nexec {BIN / "python"} "$@"',
+        offbeat="""echo "offbeat $*" >> log
+case "$2" in start) echo name;; list) echo '{"runs": [{"id": "old"}, {"id": "name"}, {"id": "older"}]}';; esac""",
+    )
+    done = run(tmp_path, NODES / "run_once.sh", "d.yaml", "r.yaml", path=path, OFFBEAT_STOP_OTHERS=stop_others)
+    assert done.returncode == 0, done.stderr
+    *_, last = said = (tmp_path / "log").read_text().splitlines()
+    stopped = [line.split()[-1] for line in said if line.startswith("offbeat runs stop --now ")]
+    assert (stopped, last) == (["old", "older"] if stop_others else [], "offbeat runs watch name")
+    assert ("run old is active in Redis since an earlier job: it is stopped" in done.stderr) is bool(stop_others)
 
 
 class ResumingFactory(FakeRunFactory):
