@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Coroutine, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,8 @@ class TrainCommand:
                     raise TrainingFailedError(f"{error}\nRead {_short_path(self._config.output_dir / LOGS)}") from error
             else:
                 answered_at = time.monotonic()
+                if self._last is None and (kept := describe_kept_changes(self._config, view)):
+                    self._view.print(kept)
                 self._last = view
                 self._view.show(view, self._history)
                 self._warn(view)
@@ -290,6 +293,20 @@ class TrainCommand:
             os._exit(INTERRUPTED)
         self._is_signalled = True
         self.interrupt()
+
+
+def describe_kept_changes(config: RunConfig, view: RunView) -> str:
+    """Describe the live changes of earlier attempts that override the configuration; empty without any."""
+    configured = asdict(config.settings)
+    changed = {name: value for change in view.changes for name, value in change.values.items()}
+    kept = [
+        f"{name}={value:g} (configured: {configured[name]:g})"
+        for name, value in changed.items()
+        if value != configured[name]
+    ]
+    if not kept:
+        return ""
+    return f"Changed settings are kept: {', '.join(kept)}. `offbeat runs set {view.id} NAME=VALUE` changes them."
 
 
 def describe_stop(config: RunConfig, published: int) -> str:

@@ -16,7 +16,9 @@ from offbeat.deploy.cli.run_view import open_view
 from offbeat.deploy.cli.train import TrainCommand, describe_stop, resume_command
 from offbeat.deploy.config.loader import load_run
 from offbeat.deploy.run_setup import run_spec
+from offbeat.services.control.event_schemas import MetricsView
 from offbeat.services.control.run import RunState
+from offbeat.services.control.schemas import ChangeView, RunView
 from offbeat.services.control.store import RunStore
 from offbeat.services.errors import MeshError
 from offbeat.services.redis.connection import connect_async
@@ -53,6 +55,21 @@ def test_a_stopped_run_reports_the_step_of_its_checkpoint(tmp_path: Path):
     message = f"Stopped at step 7 of 24; checkpoint: {tmp_path}/checkpoints/step-000007"
     assert describe_stop(config, 7) == message
     assert describe_stop(config, 9) == f"{message}\nLater steps, up to 9, will be trained again."
+
+
+async def test_a_resumed_run_names_the_changed_settings_that_it_keeps(tmp_path: Path):
+    """The command may name the configured value, to undo a change."""
+    rate = "actor_train.training_args.learning_rate=1e-4"
+    config = load_run(QUICKSTART, [f"output_dir={tmp_path}", rate, "max_staleness=2"])
+    changes = [{"learning_rate": 1e-3, "max_staleness": 1.0}, {"max_staleness": 2.0}]
+    shown = view(state=RunState.STOPPED).model_copy(
+        update={"changes": [ChangeView(values=values, at=0.0, from_step=5) for values in changes]}
+    )
+    output = io.StringIO()
+    command = TrainCommand(config, open_view("lake", Console(file=output, width=200)), "")
+    assert await command._watch(FakeClient(shown)) is shown  # pyright: ignore[reportArgumentType]
+    kept = "Changed settings are kept: learning_rate=0.001 (configured: 0.0001). `offbeat runs set lake NAME=VALUE`"
+    assert kept in output.getvalue()
 
 
 def test_a_folder_that_can_not_be_had_is_reported_in_a_line():
@@ -113,6 +130,20 @@ async def test_a_refused_command_writes_no_report_of_the_run_that_has_its_name(r
     for mesh.owns_run in (False, True):
         assert await command._end_failed(MeshError("run 'lake' is running: stop it first")) == 1
         assert (tmp_path / "report.json").exists() == mesh.owns_run
+
+
+class FakeClient:
+    """A control service that has one run."""
+
+    def __init__(self, run: RunView) -> None:
+        self._run = run
+
+    async def show(self, _run_id: str) -> RunView:
+        return self._run
+
+    async def metrics(self, _run_id: str, *, after: str, limit: int) -> MetricsView:
+        assert limit
+        return MetricsView(records=[], next=after)
 
 
 class FakeMesh:
