@@ -88,8 +88,6 @@ class RunHistory:
     steps: Steps = field(default_factory=Steps)
     last_step: Step | None = None
     """Newest one, with all values."""
-    window: list[Mapping[str, float]] = field(default_factory=list[Mapping[str, float]])
-    """Values of the first step and the newest `WINDOW_STEPS`."""
     samples: tuple[TextSample, ...] = ()
     """Of the newest logged step."""
     evaluations: dict[tuple[str, str, int], EvaluationResult] = field(
@@ -105,6 +103,12 @@ class RunHistory:
     """(start, last sign of life), Unix times."""
     _recent: dict[str, deque[tuple[float, float]]] = field(default_factory=dict[str, deque[tuple[float, float]]])
     _now: float = 0.0
+    _window: list[Step] = field(default_factory=list[Step])
+
+    @property
+    def window(self) -> list[Mapping[str, float]]:
+        """Values of the first step and the newest `WINDOW_STEPS`."""
+        return [step.values for step in self._window]
 
     def add(self, records: Iterable[tuple[str, MetricRecord]]) -> None:
         for entry_id, record in records:
@@ -155,9 +159,15 @@ class RunHistory:
             self.samples = record.samples or self.samples
             self.last_step = Step(record.step, record.time, values)
             self.steps.add(self.last_step)
-            self.window.append(values)
-            if len(self.window) > WINDOW_STEPS + 1:
-                del self.window[1]
+            self._add_to_window(self.last_step)
+
+    def _add_to_window(self, step: Step) -> None:
+        """Add a step after dropping later ones; the first one stays."""
+        while self._window and self._window[-1].number >= step.number:
+            del self._window[-1]
+        self._window.append(step)
+        if len(self._window) > WINDOW_STEPS + 1:
+            del self._window[1]
 
     def _add_evaluation(self, record: MetricRecord) -> None:
         values = record.values

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from offbeat.deploy.config.run import RunConfig
@@ -247,7 +248,7 @@ def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> No
     if any(loss is not None for loss in losses):
         table.add_row("loss of validation rows", *(_format(loss, ".4f") for loss in losses))
     for label, *figures in _evaluation_rows(report):
-        table.add_row(label, *figures)
+        table.add_row(escape(label), *figures)
     missing = [_newest_measure(report, kind, "sampled", "success_missing") for kind in ("before", "after")]
     if any(missing):
         table.add_row("episodes without success", *(_format(share, ".0%") for share in missing))
@@ -297,11 +298,13 @@ def _evaluation_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str]
     ]
     before, after = (metrics[-1] if metrics else {} for metrics in newest)
     names = dict.fromkeys([*before, *after])
-    tags = list(dict.fromkeys(name.split("/")[1] for name in names if name.startswith("env/")))
+    of_tags = [name.removeprefix("env/") for name in names if name.startswith("env/")]
+    tags = [name.removesuffix("/episodes") for name in of_tags if name.endswith("/episodes")]
     rows = MEASURES | {name: name for name in names if name.startswith("pass@")}
     if len(tags) > 1:
         rows |= {f"{tag}: {label}": f"env/{tag}/{name}" for tag in tags for label, name in TAG_MEASURES.items()}
-        rows |= {f"{name.split('/')[1]}: {name.split('/')[2]}": name for name in names if "/pass@" in name}
+        passed = [name.rpartition("/") for name in of_tags]
+        rows |= {f"{tag}: {name}": f"env/{tag}/{name}" for tag, _, name in passed if name.startswith("pass@")}
     for label, name in rows.items():
         if name in names:
             yield label, _format(before.get(name)), _format(after.get(name))

@@ -10,7 +10,7 @@ from offbeat.services.buffer.api import GroupProgress, Quarantined, Snapshot
 from offbeat.services.control.causes import Cause, RunSnapshot
 from offbeat.services.control.explain import chain
 from offbeat.services.control.failing_episodes import FailingEpisodes
-from offbeat.services.control.run import ComponentReports, ForeignRecordError, LearnerReport, RunRecord
+from offbeat.services.control.run import ComponentReports, ForeignRecordError, LearnerReport, RunRecord, RunState
 from offbeat.services.control.schemas import (
     ChangeView,
     CountersView,
@@ -30,6 +30,7 @@ from offbeat.services.live_settings import Settings, settings_now
 from offbeat.services.telemetry import decode_record
 
 RATE_WINDOW_S = 15.0
+TRAINING = (RunState.RUNNING, RunState.DRAINING)
 RATE_METRICS = {
     "trajectories": ("rollout", "episodes"),
     "tokens_generated": ("generation", "tokens"),
@@ -102,7 +103,7 @@ class Overview:
             counters=CountersView.of(snapshot.counters),
             quarantined=snapshot.quarantined,
             staleness=_staleness(learner, settings),
-            rates=_rates(records, learner, store.clock()),
+            rates=_rates(records, learner, store.clock(), can_train=record.state in TRAINING),
             settings=SettingsView.of(settings),
             changes=[ChangeView.of(change) for change in changes],
             metrics={name: finite(value) for name, value in learner.metrics.items()},
@@ -168,7 +169,7 @@ def _staleness(learner: LearnerReport, settings: Settings) -> StalenessView:
     return StalenessView(mean=mean, max=highest, bound=settings.max_staleness)
 
 
-def _rates(records: Iterable[bytes], learner: LearnerReport, now: float) -> RatesView:
+def _rates(records: Iterable[bytes], learner: LearnerReport, now: float, *, can_train: bool) -> RatesView:
     rates = dict.fromkeys(("steps", *RATE_METRICS), 0.0)
     for record in records:
         for rate, total in _totals(record).items():
@@ -176,5 +177,6 @@ def _rates(records: Iterable[bytes], learner: LearnerReport, now: float) -> Rate
     step_s = learner.metrics.get("time/step_s", 0.0)
     if step_s > RATE_WINDOW_S:  # no window holds two such steps: the newest one's rate, until the next is overdue
         span_s = max(step_s, now - learner.doing.get("since", now))
-        rates |= {"steps": 1 / span_s, "tokens_trained": learner.metrics.get("tokens_trained", 0.0) / span_s}
+        tokens = learner.metrics.get("tokens_trained", 0.0)
+        rates |= {"steps": can_train / span_s, "tokens_trained": can_train * tokens / span_s}
     return RatesView(**rates)

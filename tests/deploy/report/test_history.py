@@ -3,6 +3,7 @@ import tracemalloc
 from dataclasses import replace
 
 from offbeat.deploy.report.history import RATE_S, RunHistory, command_started
+from offbeat.services.diagnosis import WINDOW_STEPS, diagnose
 from offbeat.services.telemetry import REWOUND_TO, MetricRecord, Partial, mean
 
 
@@ -126,6 +127,20 @@ def test_a_learner_that_goes_back_takes_the_steps_after_it_with_it():
     assert history.last_step.number == 2
     assert [each.number for each in history.steps.newest(1)] == [2]
     assert RunHistory().steps.newest(5) == []
+
+
+def test_a_diagnosis_forgets_the_steps_that_a_learner_gave_up():
+    def skips(number: int, skipped: float) -> MetricRecord:
+        return MetricRecord("learner", {"actor/skipped_steps": Partial("sum", skipped)}, step=number)
+
+    given_up = [skips(number, float(number >= 8)) for number in range(1, 11)]
+    history = grown(*given_up, MetricRecord("learner", {}, labels={REWOUND_TO: "7"}))
+    assert [finding.name for finding in diagnose(history.window)] == ["not_finite"]
+    history.add((f"9{number}-0", skips(number, 0.0)) for number in range(8, 13))
+    assert len(history.window) == 12
+    assert diagnose(history.window) == []
+    history.add((f"{number}-0", skips(number, 0.0)) for number in range(100, 140))
+    assert len(history.window) == WINDOW_STEPS + 1
 
 
 def test_a_step_of_a_long_run_takes_a_few_numbers_of_memory():

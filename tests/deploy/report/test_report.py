@@ -225,12 +225,14 @@ def test_records_that_redis_has_trimmed_are_read_from_the_folder(config: RunConf
     }
 
 
-def test_the_table_shows_spread_length_pass_at_k_and_each_tag(config: RunConfig, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("lake", "box"), [("Lake", "Box"), ("openai/gsm8k", "openai/math"), ("lake[hard]", "lake[easy]")]
+)
+def test_the_table_shows_spread_length_pass_at_k_and_each_tag(config: RunConfig, tmp_path: Path, lake: str, box: str):
     history = RunHistory()
     for when, at in (("before", 0), ("after", 9)):
         played = [
-            structs.replace(make_trajectory(0, i, reward=(at + i) / 16), tag="Lake" if i < 2 else "Box")
-            for i in range(4)
+            structs.replace(make_trajectory(0, i, reward=(at + i) / 16), tag=lake if i < 2 else box) for i in range(4)
         ]
         values = evaluation_values(played, 4, step=at, group_size=2)
         labels = {"when": when, "sampling": "sampled"}
@@ -249,8 +251,9 @@ def test_the_table_shows_spread_length_pass_at_k_and_each_tag(config: RunConfig,
     assert shown["pass@2"] == ["1.000", "1.000"]
     assert shown["tokens per episode"] == ["4.000", "4.000"]
     assert shown["answers cut short"] == ["0.000", "0.000"]
-    assert shown["Box: reward, least"] == ["0.125", "0.688"]
-    assert "Lake: pass@2" in shown
+    assert shown[f"{box}: reward, least"] == ["0.125", "0.688"]
+    assert f"{lake}: pass@2" in shown
+    assert len({name for name in shown if ": " in name}) == 10
 
 
 @pytest.mark.parametrize(("pipeline", "is_named"), [("agentic", True), ("online_dpo", True), ("sft", False)])

@@ -184,6 +184,12 @@ async def test_rates_of_steps_longer_than_the_window_are_those_of_the_last_step(
     tokens_per_s, steps_per_s = await rates(since=600.0)
     assert tokens_per_s == pytest.approx(0.05, rel=0.1)
     assert steps_per_s == pytest.approx(1 / 600, rel=0.1)
+    await AsyncRedisMetrics(api.redis, "a", await api.uid("a")).append(
+        MetricRecord("learner", {"tokens_trained": Partial("sum", 30.0)}, step=3)
+    )
+    for state in (RunState.PAUSED, RunState.FINISHED, RunState.FAILED):
+        await redis.hset(key, "state", state.value)
+        assert await rates(since=20.0) == (0.0, 0.0)
 
 
 async def test_a_diagnosis_is_part_of_the_run_and_of_why(api: ApiHarness):
