@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -165,12 +166,12 @@ class DataSource:
             return tokenized._replace(turns=[(len(tokenized.tokens) - 1, len(tokenized.tokens))])
         if train_on != "completion" or not tokenized.turns:
             return tokenized
-        first_answer, end = tokenized.turns[0][0], tokenized.turns[-1][1]
-        if any(image.start >= first_answer for image in tokenized.images):
+        starts, end = [start for start, _ in tokenized.turns], tokenized.turns[-1][1]
+        if any(image.start >= starts[0] for image in tokenized.images):
             raise ConversationError(
                 "train_on: completion can't learn an image after the first answer: take all or last"
             )
-        return tokenized._replace(turns=[(first_answer, end)])
+        return tokenized._replace(turns=list(pairwise([*starts, end])))
 
     def _read_margin(self, row: Row) -> dict[str, float]:
         value: Any = row.get(self._config.margin_key) if self._pipeline == REWARD_MODEL else None

@@ -1,4 +1,5 @@
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,9 @@ import pytest
 
 from offbeat.services.errors import EpisodeError
 from offbeat.services.messages.codec import decode_trajectory, encode_trajectory
-from offbeat.services.messages.types import Trajectory
+from offbeat.services.messages.types import Completion, Trajectory, VersionSpan
 from offbeat.services.rollout.data.config import DataConfig
+from offbeat.services.rollout.data.sampled import sample_response
 from offbeat.services.rollout.data.source import DataSource
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.models.tiny import write_tiny_policy
@@ -116,10 +118,26 @@ def test_everything_after_the_prompt_is_learned_on_request(policy: Path):
     messages = [SAY, ANSWER, SAY, {"role": "assistant", "content": "Up"}]
     every = source(policy, [{"messages": messages}]).trajectory(0, 0, 0)
     rest = source(policy, [{"messages": messages}], train_on="completion").trajectory(0, 0, 0)
-    (turn,) = rest.turns
-    assert (turn.start, turn.end) == (every.turns[0].start, every.turns[-1].end)
-    assert rest.num_sampled == turn.end - turn.start == int(rest.segments[0].loss_mask.sum())
+    first, last = every.turns
+    assert [(turn.start, turn.end) for turn in rest.turns] == [(first.start, last.start), (last.start, last.end)]
+    assert rest.num_sampled == last.end - first.start == int(rest.segments[0].loss_mask.sum())
     assert rest.num_sampled > every.num_sampled
+
+
+@pytest.mark.parametrize("train_on", ["all", "last", "completion"])
+async def test_the_last_response_is_what_is_sampled_whatever_is_learned(policy: Path, train_on: str):
+    """With `distill.lmbda`: the prompt has all earlier answers."""
+    messages = [SAY, ANSWER, SAY, {"role": "assistant", "content": "Up"}]
+    row = source(policy, [{"messages": messages}], train_on=train_on).trajectory(0, 0, 0)
+    last = source(policy, [{"messages": messages}]).trajectory(0, 0, 0).turns[-1]
+    asked: list[list[int]] = []
+
+    async def answer(prompt: Sequence[int], *_: Any) -> Completion:
+        asked.append(list(prompt))
+        return Completion("r", (7,), (-0.5,), (VersionSpan(0, 1, 5),))
+
+    await sample_response(row, answer, max_new_tokens=4, max_tokens=64)
+    assert asked == [row.segments[0].tokens[: last.start].tolist()]
 
 
 @pytest.mark.parametrize(
