@@ -22,6 +22,7 @@ from offbeat.deploy.cluster import apps
 from offbeat.services.process import free_port
 from tests.conftest import redis_server_binary
 from tests.deploy.clusters.rendering import documents
+from tests.deploy.clusters.test_nodes import command_path
 from tests.paths import ROOT
 from tests.waiting import wait_until_sync
 
@@ -83,6 +84,35 @@ def test_compose_starts_ray_with_options_that_it_has(name: str):
     assert command[:2] == ["ray", "start"]
     options = [re.sub(r"\$\{\w+:-(.*)\}", r"\1", option) for option in command[2:]]
     assert ray_start.make_context("start", options).params["block"]
+
+
+def test_compose_deploys_again_once_the_head_has_lost_its_applications(tmp_path: Path):
+    """The head's restart ends Serve, whose state is in memory; meanwhile nothing is deployed twice."""
+    applied, log = tmp_path / "applied", tmp_path / "log"
+    show = f"cat {applied} 2>/dev/null || echo 'No configuration was found.'"
+    path = command_path(
+        tmp_path,
+        serve=f"echo $1 >> {log}\ncase $1 in deploy) echo 'name: control' > {applied} ;; config) {show} ;; esac",
+        sleep="exec /bin/sleep .02",
+    )
+    service = SERVICES["deploy"]
+    assert service["restart"] == "unless-stopped"
+
+    def calls() -> list[str]:
+        return log.read_text().split() if log.exists() else []
+
+    process = subprocess.Popen(service["command"], env={**os.environ, "PATH": path})
+    try:
+        wait_until_sync(lambda: calls()[:4] == ["deploy", "config", "config", "config"])
+        applied.unlink()
+        wait_until_sync(lambda: calls().count("deploy") == 2)
+        seen = len(calls())
+        wait_until_sync(lambda: len(calls()) > seen + 2)
+        assert calls().count("deploy") == 2
+        assert process.poll() is None
+    finally:
+        process.terminate()
+        process.wait(timeout=10)
 
 
 def test_compose_publishes_on_loopback_alone():
