@@ -120,6 +120,7 @@ async def _play(
     from offbeat.deploy.play.session import load_sampler
     from offbeat.deploy.play.target import check_rendering, remove_token_limits
     from offbeat.envs import registry
+    from offbeat.services.rollout.envs.runners import call_env
     from offbeat.trainer.rendering.episodes import make_rendered, write_gif, write_html
 
     spoken = agent in ("human", "random") or endpoint is not None
@@ -130,7 +131,7 @@ async def _play(
     check_rendering(setting.env, chat)
     setting = remove_token_limits(setting) if spoken else setting
     make = make_rendered if render else registry.make
-    made = make(setting.env.env_type, setting.env.env_config)
+    made = call_env("make_error", make, setting.env.env_type, setting.env.env_config)
     try:
         if endpoint:
             sample = OpenAISampler(*endpoint, chat, temperature)

@@ -115,13 +115,13 @@ class _LimitedEnv:
 
 
 def build_tasks(config: RunConfig, request: EpisodeRequest, rows: AnsweredRows | None = None) -> list[Task]:
-    """Return each episode's task, equal for `group_size` in a row; raises ValueError."""
+    """Return each episode's task, equal for `group_size` in a row; raises ValueError and EpisodeError."""
     if rows is not None:
         return [rows.task(request.kind, number, request.group_size) for number in range(request.episodes)]
     if request.kind is EpisodeKind.EVAL:
         manager = config.val_env_manager.model_copy(update={"group_size": request.group_size})
         tasks = EvalTasks(config.model_copy(update={"val_env_manager": manager}), request.seed)
-        return [tasks.task(number) for number in range(request.episodes)]
+        return [call_env("task_id_error", tasks.task, number) for number in range(request.episodes)]
     return [train_task(config, request.seed, number // request.group_size) for number in range(request.episodes)]
 
 

@@ -21,6 +21,7 @@ from offbeat.services.chat.template_override import write_policy_folder
 from offbeat.services.chat.vision import model_family
 from offbeat.services.messages.types import EpisodeKind, Trajectory
 from offbeat.services.rollout.agents.episode import AgentRuntime, runtime_for
+from offbeat.services.rollout.envs.runners import call_env
 from offbeat.trainer.config.issue import ConfigIssue
 
 RANDOM = "random"
@@ -35,7 +36,7 @@ async def run_episode(target: PlayTarget, agent: str | Path, *, seed: int, write
     check_rendering(target.env, chat)
     if folder is None:
         target = remove_token_limits(target)
-    env = registry.make(target.env.env_type, target.env.env_config)
+    env = call_env("make_error", registry.make, target.env.env_type, target.env.env_config)
     try:
         if folder is None:
             sample = TextSampler(make_random_agent(env, seed), chat)

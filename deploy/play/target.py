@@ -12,7 +12,7 @@ from offbeat.envs import registry
 from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.messages.types import EpisodeKind
 from offbeat.services.rollout.config import CustomEnv
-from offbeat.services.rollout.envs.runners import read_traits
+from offbeat.services.rollout.envs.runners import call_env, read_traits
 from offbeat.trainer.config.issue import ConfigIssue
 
 UNBOUNDED_TOKENS = 1_000_000
@@ -74,10 +74,13 @@ def build_target(config: RunConfig, tag: str, kind: EpisodeKind = EpisodeKind.TR
 
 
 def check_rendering(env: CustomEnv, chat: ChatFormat) -> bool:
-    """Return whether the env has functions; raise `RolloutError` unless a chat format supports them, and its images."""
+    """Return whether the env has functions.
+
+    Raises `RolloutError` unless the env can be made, and the chat format supports its functions and images.
+    """
     if env.shows_images:
         _ = chat.image_tokens
-    instance = registry.make(env.env_type, env.env_config)
+    instance = call_env("make_error", registry.make, env.env_type, env.env_config)
     try:
         has_functions = bool(read_traits(instance).functions)
         if has_functions:

@@ -267,6 +267,28 @@ def test_an_error_of_an_env_ends_play_in_a_line(tmp_path: Path, monkeypatch: pyt
     assert done.output.rstrip().endswith("step_error: KeyError: 'boom'")
 
 
+def test_an_env_without_its_files_ends_play_and_rollout_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    no_file, no_key = 'open("/nonexistent/words.txt")', 'raise KeyError("boom")'
+    made = FLAKY.replace("    def reset", f"    def __init__(self):\n        {no_file}\n    def reset", 1)
+    (tmp_path / "no_words.py").write_text(made)
+    numbered = FLAKY.replace("    def reset", f"    def task_id(self, seed):\n        {no_key}\n    def reset", 1)
+    (tmp_path / "no_task.py").write_text(numbered)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run, out = tmp_path / "run.yaml", tmp_path / "out.jsonl"
+    for name, error in (("no_words", "make_error: FileNotFoundError"), ("no_task", "task_id_error: KeyError: 'boom'")):
+        run.write_text(
+            f"exp_name: own\noutput_dir: {tmp_path / 'runs'}\n"
+            f"custom_envs: {{F: {{env_type: '{name}:Flaky', max_steps: 1, max_tokens_per_step: 2}}}}\n"
+            "train_env_manager: {num_env_groups: 4, group_size: 2}\nrollout_batch_size: 8\nmax_steps: 10\n"
+        )
+        commands = [("rollout", run, "--agent", "random", "--episodes", 2, "--out", out)]
+        commands += [("play", "no_words:Flaky", "--agent", "random")] if name == "no_words" else []
+        for command in commands:
+            done = offbeat(*command)
+            assert done.exit_code == 2, (done.output, done.exception)
+            assert done.output.splitlines()[-1].startswith(error), done.output
+
+
 def test_mistakes_are_reported_in_a_line_and_end_with_2(folder: Path, recorded: Path, tmp_path: Path):
     (tmp_path / "x.parquet").write_text("no")
     for arguments, says in (
