@@ -15,7 +15,7 @@ from pathlib import Path
 
 from offbeat.services.buffer.api import LearnerBuffer, Proof, Reconciled
 from offbeat.services.errors import ControlError
-from offbeat.services.live_settings import Settings, settings_at
+from offbeat.services.live_settings import requested_settings, settings_at
 from offbeat.services.log_format import set_process_log_fields
 from offbeat.services.tracing.api import NoStepTracer, StepTracer
 from offbeat.services.weights.api import WeightPublisher
@@ -111,11 +111,10 @@ class Learner:
             tolerant=num_processes + num_critic_processes == 1,
             on_durable=self._upload,
         )
-        self._step = 0
-        self._next_number = 0
+        self._step = self._next_number = self._num_skipped = 0
         self._seconds: dict[str, float] = {}
-        self._settings: Settings = run.config.settings
-        self._num_skipped = 0
+        self._settings = run.config.settings
+        self._admission_bound = run.config.settings.max_staleness
         self._loaded: LearnerState | None = None
         self._is_new_lineage = False
         self._published = -1
@@ -214,8 +213,8 @@ class Learner:
         set_process_log_fields(step=step + 1)
         if not self._apply_settings():
             return False
-        if step - self._published > self._settings.max_staleness:  # a lower bound admits no groups for this step before
-            self._publish()
+        if step - self._published > min(self._settings.max_staleness, self._admission_bound):
+            self._publish()  # admission has the newest settings, also while earlier steps are repeated
         self._devices.leave()
         began = time.monotonic()
         self._reporter.set_phase("evaluating the start" if step == 0 else "training")
@@ -272,6 +271,7 @@ class Learner:
             if boundary.ends or self._should_stop():
                 return False
             settings = settings_at(self._config.settings, boundary.changes, self._step)
+            self._admission_bound = requested_settings(self._config.settings, boundary.changes).max_staleness
             if settings.learning_rate != self._settings.learning_rate:
                 self._trainer.set_learning_rate(settings.learning_rate)
             self._settings = settings

@@ -54,11 +54,22 @@ def test_versions_are_published_every_n_steps_and_when_needed(
 def test_a_bound_lowered_during_the_run_is_met_by_publishing_more(tmp_path: Path) -> None:
     """Admission counts published steps: without that version no group of the next step could start."""
     harness = LearnerHarness(tmp_path, learner_config(model_update_frequency=6, save_steps=6, max_steps=4))
+    harness.buffer.boundaries = [Boundary()] * 3
     harness.buffer.boundary = Boundary((Change({"max_staleness": 0.0}, step=3),))
     learner, _ = harness.learner()
     play_with_newest_weights(harness)
     assert learner.run()
     assert list(harness.publisher.versions) == [0, 3, 4]
+
+
+def test_steps_before_a_lowered_bound_are_repeated_by_publishing_more(tmp_path: Path) -> None:
+    """Their own bound is the first one, but admission has the lowered one."""
+    harness = LearnerHarness(tmp_path, learner_config(model_update_frequency=6, save_steps=6, max_steps=4))
+    harness.buffer.boundary = Boundary((Change({"max_staleness": 0.0}, step=12),))
+    learner, _ = harness.learner()
+    play_with_newest_weights(harness)
+    assert learner.run()
+    assert list(harness.publisher.versions) == [0, 1, 2, 3, 4]
 
 
 def test_a_redis_that_lost_data_gets_the_present_weights(tmp_path: Path) -> None:
