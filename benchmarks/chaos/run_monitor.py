@@ -87,7 +87,7 @@ class RunUnderChaos:
 
     def step(self) -> int | None:
         """Return the newest weights' steps, -1 before the first; None while Redis is unreachable."""
-        raw = self._field(self._keys.progress, "step")
+        raw = self._field(self._keys.progress, "version")
         if raw is None:
             return None
         step = int(raw or -1)

@@ -205,6 +205,8 @@ class Proof:
     """Greatest in the journal."""
     newest_event_ms: int = 0
     """Newest copied event, Unix ms of Redis."""
+    newest_metric_id: str = "0"
+    """Of `metrics.jsonl`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from offbeat.services.buffer.scripts import (
     translate_errors,
 )
 from offbeat.services.errors import CodecError, FencedError, MeshError, ReconcileError
+from offbeat.services.keys import RunKeys
 from offbeat.services.live_settings import decode_change, encode_change
 from offbeat.services.messages.codec import decode_trajectory
 from offbeat.services.messages.types import Group, Trajectory
@@ -117,6 +118,7 @@ class RedisLearnerBuffer:
                 "changes": self._changes,
                 "limits": [str(part) for part in limit_fields(self._limits)] if self._limits else [],
                 "life": proof.newest_event_ms,
+                "metrics": proof.newest_metric_id,
             }
             incarnation, is_new, added, corrected, entries = self._reconcile_from_lowest(proof, fields)
             self._known.set(incarnation.decode())
@@ -233,8 +235,9 @@ class RedisLearnerBuffer:
         self._call("teach", self._epoch, state)
 
     def newest_version(self) -> int:
-        step = self.snapshot().step
-        return -1 if step is None else step
+        with translate_errors():
+            version = cast(bytes | None, self._redis.hget(RunKeys(self._run_id).progress, "version"))
+        return -1 if version is None else int(version)
 
     def num_playing(self) -> int:
         return self.snapshot().playing
@@ -285,6 +288,8 @@ class RedisLearnerBuffer:
         while True:
             self._announce()
             with self._lock:
+                if self._unannounced is not None:  # reconciled by another thread meanwhile
+                    continue
                 current = [self._entries.get(self._numbers.get(i, -1), i) for i in entry_ids]
                 try:
                     reply = self._run(name, *args, *current, incarnation=self._known.get())

@@ -121,6 +121,7 @@ class BufferKeys:
             run.history,
             run.incarnation,
             run.manifests,
+            run.metrics,
         ]
 
     def bell(self, worker_id: str) -> str:

@@ -297,7 +297,7 @@ class Reconciler:
         before = await self._last_restarts(run_id, component)
         if observation.incident == before.incident and not start_failed:
             return before
-        step = (await self._store.components.progress(run_id)).step
+        step = (await self._store.components.progress(run_id)).version
         count = before.count + 1 if step <= before.step else 1
         now = self._store.clock()
         restarts = Restarts(count, before.total + 1, now, observation.incident, step, False, start_failed)

@@ -207,10 +207,10 @@ class Restarts:
 
 @dataclass(frozen=True, slots=True)
 class WeightProgress:
-    """Newest published weights; -1: none."""
-
     version: int = -1
+    """Newest published weights; -1: none."""
     step: int = -1
+    """Step of the last published weights; below `version` while a learner repeats steps whose weights are gone."""
 
 
 @dataclass(frozen=True, slots=True)

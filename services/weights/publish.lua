@@ -5,8 +5,9 @@
 -- Returns {"fenced", current epoch} | {"reconcile", current incarnation} | {"exists"}
 --         | {"announced", manifest that fell out, ...}
 --
--- `progress` goes back in reconcile.lua of the buffer alone. A version that is not newer is a replay and is left alone, unless every manifest from that
--- version on is among those whose bytes are gone (or none is left).
+-- `version` of `progress` goes back in reconcile.lua of the buffer alone. A version that is not newer is a replay and is left alone, unless every
+-- manifest from that version on is among those whose bytes are gone (or none is left): then it is announced again, and `step` goes back to it, so that
+-- nothing waits for weights that nobody has.
 local epoch, version = tonumber(ARGV[1]), tonumber(ARGV[2])
 local current = tonumber(redis.call('GET', KEYS[1]) or '0')
 if epoch < current then
@@ -42,9 +43,7 @@ for i = 7, #ARGV do
   redis.call('HDEL', KEYS[2], ARGV[i])
 end
 redis.call('HSET', KEYS[2], ARGV[2], ARGV[4])
-if version > newest then
-  redis.call('HSET', KEYS[3], 'version', ARGV[2], 'step', ARGV[3])
-end
+redis.call('HSET', KEYS[3], 'version', string.format('%d', math.max(version, newest)), 'step', ARGV[3])
 
 local kept = {}
 for _, field in ipairs(redis.call('HKEYS', KEYS[2])) do

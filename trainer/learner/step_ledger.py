@@ -20,6 +20,7 @@ from offbeat.services.jsonl import LinesFile, last_lines, read_lines
 from offbeat.services.messages.types import Group
 from offbeat.trainer.data.replay_buffer import NO_REPLAY, ReplayedGroups
 from offbeat.trainer.learner.step_groups import StepGroups
+from offbeat.trainer.trackers.metrics_file import METRICS_FILE, newest_id
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +139,7 @@ class StepLedger:
                 (line.incarnation for line in lines if isinstance(line, (ResumedLine, ReconciledLine))), default=0
             ),
             newest_event_ms=newest_event_ms(self._output_dir),
+            newest_metric_id=newest_id(self._output_dir / METRICS_FILE),
         )
 
     def write_step(

@@ -27,7 +27,7 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         self._lines = LinesFile(path)  # first: it removes a cut last line, which must be written again
-        self.position = _newest_id(path)
+        self.position = newest_id(path)
         """Newest record's, or `0`."""
         self._rows: list[dict[str, Any]] = []
 
@@ -51,7 +51,8 @@ class MetricsFile:
             self._lines.close()
 
 
-def _newest_id(path: Path) -> str:
+def newest_id(path: Path) -> str:
+    """Return the newest record's id; `0` without any."""
     ids = [str(row["id"]) for row in last_lines(path) if "id" in row]
     return max(ids, key=id_order, default="0")
 

@@ -6,7 +6,7 @@
 --          steps after a crash repeats them under the settings of the first time. Admission follows in the same moment.
 local epoch, step = ARGV[1], tonumber(ARGV[2])
 if is_fenced(epoch) then return fenced_reply(epoch) end
-local from = math.max(step, tonumber(redis.call('HGET', PROGRESS, 'step') or nil) or 0)
+local from = math.max(step, tonumber(redis.call('HGET', PROGRESS, 'version') or nil) or 0)
 local reply, adopted = {}, false
 for place, change in ipairs(redis.call('LRANGE', CHANGES, 0, -1)) do
   adopted = adopt_change(place - 1, change, from) or adopted

@@ -1,7 +1,7 @@
 -- Shared by every script of the buffer; `offbeat.services.buffer.scripts` puts it in front of them, with admission.lua and sweep.lua.
 --
 -- KEYS  1 root of the buffer's keys, 2 progress, 3 epoch, 4 doorbell, 5 changes, 6 adopted, 7 record, 8 history,
---       9 incarnation, 10 manifests: one run, one hash tag, one slot. All other keys are made from the root.
+--       9 incarnation, 10 manifests, 11 metrics: one run, one hash tag, one slot. All other keys are made from the root.
 -- ARGV  the last one is the incarnation that the caller knows (`offbeat.services.redis.incarnation`), or `*` for the run's
 --       owner and for readers; the headers of the scripts count the others. Errors: RECONCILE, FOREIGN.
 --
@@ -45,7 +45,7 @@ end
 
 local ROOT, PROGRESS, EPOCH, DOORBELL = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local CHANGES, ADOPTED, RECORD, HISTORY = KEYS[5], KEYS[6], KEYS[7], KEYS[8]
-local INCARNATION, MANIFESTS = KEYS[9], KEYS[10]
+local INCARNATION, MANIFESTS, METRICS = KEYS[9], KEYS[10], KEYS[11]
 local KNOWN = table.remove(ARGV)
 if KNOWN ~= '*' then
   local current = redis.call('GET', INCARNATION)

@@ -14,6 +14,7 @@
 --          changes   {{change, step}, ...}: changes of settings that the learner has adopted, in order
 --          limits    {field, value, ...}, for a Redis that has none (a pause alone is none)
 --          life      milliseconds of the newest event that was copied
+--          metrics   id of the newest metric record that was copied
 -- Returns  {incarnation, 1 if it is new, groups added (Redis had lost them and their numbers) or, negative, given up, groups
 --          corrected, {number, entry id, ...} of held groups}; FENCED, FOREIGN; or, with nothing changed, the lowest number of the
 --          groups that are in the stream, played or unknown, if that is below `lowest`
@@ -51,7 +52,7 @@ local function write_counts()
   end
 end
 
--- Ids of events grow with the server's clock, and a promoted replica's may be behind.
+-- Ids of events and metrics grow with the server's clock, and a promoted replica's may be behind.
 local function lift_events()
   local newest = redis.call('XREVRANGE', LIFE, '+', '-', 'COUNT', 1)[1]
   local at = newest and tonumber(string.match(newest[1], '^%d+')) or 0
@@ -59,6 +60,12 @@ local function lift_events()
   local id = string.format('%.0f-0', proof.life + 1)
   local ordinal = redis.call('HINCRBY', LEDGER, 'events', 1)
   redis.call('XADD', LIFE, 'MAXLEN', '~', LIFE_KEPT, id, 'n', 0, 'e', 'reconciled', 'd', 'clock', 'i', ordinal)
+end
+
+-- An id that is not above the stream's newest one is refused.
+local function lift_metrics()
+  local added = redis.pcall('XADD', METRICS, proof.metrics, 'r', '')
+  if type(added) == 'string' then redis.call('XDEL', METRICS, added) end
 end
 
 local streamed, next_number = {}, tonumber(redis.call('HGET', LEDGER, 'next') or 0)
@@ -150,10 +157,6 @@ local function rewind()
   redis.call('DEL', MANIFESTS)
   if not read_limits().temperature then -- rows are sampled by no weights
     redis.call('HSET', PROGRESS, 'version', proof.step, 'step', proof.step)
-    -- Versions never fall as numbers rise (take.lua)
-    for _, number in ipairs(redis.call('ZRANGEBYSCORE', ASSEMBLING, '(' .. proof.step, '+inf')) do
-      redis.call('ZADD', ASSEMBLING, proof.step, number)
-    end
     return
   end
   redis.call('DEL', PROGRESS) -- nothing is claimed before the checkpoint's weights are announced
@@ -173,6 +176,7 @@ end
 
 restore_limits()
 lift_events()
+lift_metrics()
 local refilled = refilled_until(proof.step)
 for _, number in ipairs(redis.call('HKEYS', REFILLED)) do unmark_refilled(number) end
 for _, row in ipairs(proof.saved) do save(row[1], row[2]) end

@@ -7,7 +7,7 @@
 local epoch, step, change, only_if = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 if is_fenced(epoch) then return fenced_reply(epoch) end
 local decided = tonumber(redis.call('HGET', LEDGER, 'decided') or nil)
-local published = tonumber(redis.call('HGET', PROGRESS, 'step') or nil) or 0
+local published = tonumber(redis.call('HGET', PROGRESS, 'version') or nil) or 0
 if step < published or (decided and (only_if == 'lost' or step <= decided)) then return 0 end
 redis.call('HSET', LEDGER, 'decided', step)
 redis.call('RPUSH', CHANGES, change)

@@ -43,11 +43,21 @@ local function expire(limits, step)
   end
 end
 
--- Returns the learner's published step, or nil before the first weights.
+-- Versions never fall as numbers rise (take.lua), also after the step went back.
+local function lower_versions(step)
+  for _, number in ipairs(redis.call('ZRANGEBYSCORE', ASSEMBLING, '(' .. step, '+inf')) do
+    redis.call('ZADD', ASSEMBLING, step, number)
+  end
+end
+
+-- Returns the step of the announced weights, or nil before the first.
 local function sweep(limits, now)
   reap(limits, now)
   local step = tonumber(redis.call('HGET', PROGRESS, 'step') or nil)
-  if step then expire(limits, step) end
+  if step then
+    expire(limits, step)
+    lower_versions(step)
+  end
   return step
 end
 

@@ -11,6 +11,7 @@ from offbeat.services.buffer.api import Proof, Snapshot
 from offbeat.services.buffer.learner_client import RedisLearnerBuffer
 from offbeat.services.buffer.scripts import BufferKeys
 from offbeat.services.errors import BufferError, FencedError
+from offbeat.services.keys import RunKeys
 from offbeat.services.messages.codec import encode_trajectory
 from offbeat.services.messages.types import SCHEMA_VERSION, Group
 from tests.copying import replace
@@ -306,6 +307,27 @@ async def test_several_evaluations_run_at_once(run: Run):
         await run.submit(task)
     assert run.learner.eval_result("s10:sampled") is None
     assert len(run.learner.eval_result("s10:greedy") or []) == 2
+
+
+async def test_an_evaluation_that_another_thread_reconciled_is_restarted_first(
+    run: Run, redis: Redis, monkeypatch: pytest.MonkeyPatch
+):
+    """The watch reconciles while the learner is about to ask for the result."""
+    learner = run.learner
+    learner.reconcile(Proof())
+    learner.prove_with(Proof, lambda _: learner.start_eval("e", 2, sampling_name="greedy", min_version=0))
+    learner.start_eval("e", 2, sampling_name="greedy", min_version=0)
+    redis.delete(*redis.scan_iter(f"{BufferKeys(RUN).root}:*"), RunKeys(RUN).incarnation)
+    announce = learner._announce
+
+    def announce_before_the_watch() -> None:
+        announce()
+        watch = threading.Thread(target=learner.reconcile_if_needed)
+        watch.start()
+        watch.join()
+
+    monkeypatch.setattr(learner, "_announce", announce_before_the_watch)
+    assert learner.eval_result("e") is None
 
 
 async def test_a_forgotten_evaluation_is_cancelled(run: Run):

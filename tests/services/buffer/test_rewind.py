@@ -1,6 +1,6 @@
 """A learner that resumes before acknowledged checkpoints: what newer weights left behind is given up with them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -8,11 +8,14 @@ import torch
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
+from offbeat.services.buffer.admin import release_all_workers
 from offbeat.services.buffer.api import Proof
 from offbeat.services.buffer.config import Order
 from offbeat.services.buffer.learner_client import RedisLearnerBuffer
 from offbeat.services.errors import RewoundError
 from offbeat.services.keys import RunKeys
+from offbeat.services.live_settings import encode_change
+from offbeat.services.messages.types import EpisodeTask
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.publisher import RedisWeightPublisher
 from offbeat.services.weights.subscriber import RedisWeightSubscriber
@@ -130,6 +133,38 @@ async def test_a_learner_that_repeats_unacknowledged_steps_keeps_the_newest_vers
     assert versions(redis) == [b"1", b"2"]
     assert len([learner.take(0) for _ in range(4)]) == 4
     cleanup(RUN, config, Path("unused"))
+
+
+async def test_a_run_whose_weights_are_gone_waits_for_none_of_them(
+    redis: Redis, async_redis: AsyncRedis, config: WeightsConfig
+) -> None:
+    """Killed at version 8 with checkpoint 2, and cleaned up; its lower bound calls for groups that it has not trained."""
+    run = Run.begin(redis, async_redis, limits(temperature=1.0, max_staleness=3.0), step=-1)
+    with_weights(run, config, run.learner, range(9))
+    redis.hset(f"{KEYS.key('buffer')}:ledger", mapping={"admitted": 4, "submitted": 4, "trained": 4, "next": 4})
+    assert {task.min_version for task in await run.buffer.claim("w", 1)} == {8}
+    cleanup(RUN, config, Path("unused"))
+    release_all_workers(redis, RUN)
+    run.reconfigure(temperature=1.0, max_staleness=1.0)
+    learner = resume(run, 2, "admission")
+    with_weights(run, config, learner, range(2, 3))
+    tasks = await run.other_worker().claim("w", 100)
+    assert {task.number for task in tasks} == {4, 5, 6, 7}, "admitted for the steps 2 and 3"
+    assert {task.min_version for task in tasks} == {2}
+    assert learner.newest_version() == 8, "engines that live have it"
+    redis.rpush(KEYS.changes, encode_change({"max_staleness": 2.0}, 1000.0))
+    assert [change.step for change in learner.adopt(2).changes] == [8], "repeated steps keep their settings"
+    await submit(run, tasks, 5)
+    assert learner.take(0) is None, "group 4 was admitted before"
+    await submit(run, tasks, 4)
+    assert [group.number for group in (learner.take(0), learner.take(0)) if group] == [4, 5]
+    cleanup(RUN, config, Path("unused"))
+
+
+async def submit(run: Run, tasks: Sequence[EpisodeTask], number: int) -> None:
+    for task in tasks:
+        if task.number == number:
+            await run.submit(task)
 
 
 async def test_an_engine_with_discarded_weights_is_told(

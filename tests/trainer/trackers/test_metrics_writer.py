@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
+from offbeat.services.buffer.learner_client import RedisLearnerBuffer
 from offbeat.services.jsonl import LinesFile
 from offbeat.services.keys import RunKeys
 from offbeat.services.telemetry import (
@@ -19,9 +21,11 @@ from offbeat.services.telemetry import (
     mean,
 )
 from offbeat.services.text_samples import TextSample
+from offbeat.trainer.learner.step_ledger import StepLedger
 from offbeat.trainer.trackers.base import LoggedSteps
 from offbeat.trainer.trackers.metrics_file import MetricsFile, read_records
 from offbeat.trainer.trackers.metrics_writer import MetricsWriter
+from tests.services.buffer.buffer_play import next_epoch
 from tests.waiting import wait_until_sync
 
 
@@ -292,3 +296,18 @@ def test_tensorboard_gets_every_nth_step_and_its_samples_as_text(redis_url: str,
     assert shown["text"].startswith("<pre><code>step 4, version 3, tag Lake, score 1\n")
     assert "# no heading\n" in shown["text"]
     assert "<script>" not in shown["text"]
+
+
+def test_a_promoted_redis_whose_clock_is_behind_continues_the_file(redis_url: str, tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.write(f"{int(time.time() * 1000) + 60_000}-3", record(7, 0.0))
+    file.close()
+    with Redis.from_url(redis_url) as redis:
+        learner = RedisLearnerBuffer(redis, "run", next_epoch(redis, "run"))
+        ledger = StepLedger(tmp_path, learner.epoch)
+        for _ in range(2):
+            learner.reconcile(ledger.prove(0, 0, 0))
+        ledger.close()
+        with MetricsWriter(redis, "run", tmp_path, [], 0):
+            RedisMetrics(redis, "run").append(record(8, 1.0))
+    assert [row["step"] for row in read_records(tmp_path / "metrics.jsonl")] == [7, 8]
