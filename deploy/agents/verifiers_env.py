@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -26,7 +27,11 @@ def play(task: AgentTask) -> dict[str, Any]:
 
 async def _play(task: AgentTask, request: dict[str, Any]) -> dict[str, Any]:
     vf = require("verifiers.v1", "verifiers")
-    env, row = _load(json.dumps([request["environment"] or DEFAULT_ENVIRONMENT, request["taskset"]]), request["idx"])
+    env, unread, tasks = _load(json.dumps([request["environment"] or DEFAULT_ENVIRONMENT, request["taskset"]]))
+    while request["idx"] not in tasks:
+        row = next(unread)
+        tasks[row.data.idx] = row
+    row = tasks[request["idx"]]
     os.environ[KEY_NAME] = task.api_key
     client = vf.EvalClientConfig(base_url=task.base_url, api_key_var=KEY_NAME)
     async with env.serving():
@@ -41,9 +46,9 @@ async def _play(task: AgentTask, request: dict[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def _load(settings: str, idx: int) -> tuple[Any, Any]:
-    """Load env and task; tasks repeat."""
+def _load(settings: str) -> tuple[Any, Iterator[Any], dict[int, Any]]:
+    """Load an env once per process; return it with an iterator over its tasks, and those read so far by `idx`."""
     vf = require("verifiers.v1", "verifiers")
     environment, taskset = json.loads(settings)
     env = vf.load_environment(vf.resolve_env_config({**environment, "taskset": taskset}))
-    return env, next(task for task in env.taskset if task.data.idx == idx)
+    return env, iter(env.taskset), {}
