@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from redis import Redis
 
@@ -239,6 +240,21 @@ def test_curves_of_ended_runs_are_read_no_more_and_those_of_a_resumed_one_are(
         redis.hset(RunKeys("lake").record, mapping={"state": RunState.RUNNING, "ended_at": 0.0})
         with page.expect_request(lambda each: "/runs/lake/series" in each.url):
             pass
+
+
+def test_curves_of_a_run_that_is_deleted_are_left_out_and_the_others_followed(
+    control_url: str, redis_url: str, page: Any
+) -> None:
+    page.goto(f"{control_url}/ui/#/curves/lake?runs=lake,pond")
+    page.locator(".uplot canvas").first.wait_for()
+    page.locator(".u-series", has_text="pond").first.wait_for()
+    httpx.delete(f"{control_url}/runs/pond").raise_for_status()
+    page.get_by_role("alert").get_by_text("pond is left out: there is no run 'pond'").wait_for()
+    page.wait_for_function("![...document.querySelectorAll('.u-series')].some((each) => each.innerText.includes('pond'))")
+    with page.expect_request(lambda each: "/runs/lake/series" in each.url), Redis.from_url(redis_url) as redis:
+        redis.hset(RunKeys("lake").progress, "step", 9)
+    assert page.get_by_text("pond is left out").count() == 1
+    page.problems.clear()  # Chromium reports the 404s itself
 
 
 def test_an_address_of_no_view_shows_the_mesh(folder_url: str, page: Any) -> None:

@@ -86,7 +86,12 @@ export const reads = (/** @type {string} */ run, /** @type {URLSearchParams} */ 
 export async function show(context, main) {
   const chosen = new Set(runsOf(context.run, context.params).filter((id) => context.runs.some((run) => run.id === id)));
   const axis = context.params.get("axis") ?? "step";
-  const read = () => Promise.all(pathsOf([...chosen], context.params).map(get));
+  let [due, followed, pending] = [false, chosen.size > Number(chosen.has(context.run)), /** @type {Promise<void> | null} */ (null)];
+  const read = (/** @type {string} */ id, /** @type {string} */ path) => get(path).then((answer) => ({ ...answer, id }), (error) => {
+    if (id === context.run || ![404, 409].includes(error.status)) throw error;  // else it was deleted, or can't be read
+    if (chosen.delete(id)) notice.append(h("p", { class: "bad" }, `${id} is left out: ${error.message}`));
+    due = true;
+  });
   const asked = context.params.get("names");
   let names = /** @type {string[]} */ ([]);
   let run = context.runs.find((each) => each.id === context.run);
@@ -94,9 +99,7 @@ export async function show(context, main) {
   const go = (/** @type {Record<string, any>} */ change) => context.go("curves",
     { runs: [...chosen].join(","), axis, names: asked, spread: band ? 1 : "", ...change });
   const metric = h("input", { list: "metrics", size: 28, placeholder: "learner/actor/ratio_max" });
-  const charts = h("div", { class: "columns" });
-  const list = h("div");
-  const metrics = h("datalist", { id: "metrics" });
+  const [charts, list, metrics, notice] = [h("div", { class: "columns" }), h("div"), h("datalist", { id: "metrics" }), h("div", { role: "alert" })];
   const deaths = /** @type {Mark[]} */ ([]);
   main.replaceChildren(
     h("div", { class: "bar" }, choice("Axis", AXES, axis, (value) => go({ axis: value })),
@@ -110,12 +113,12 @@ export async function show(context, main) {
         if (!chosen.delete(run.id)) chosen.add(run.id);
         go({ runs: [...chosen].join(",") });
       } }), run.id))),
-    list, charts, chosen.size > 1 ? differences([...chosen]) : "");
+    notice, list, charts, chosen.size > 1 ? differences([...chosen]) : "");
 
   const plots = /** @type {any[]} */ ([]);
   let drawn = "";
   const draw = async () => {
-    const [ids, answers] = [[...chosen], await read()];
+    const answers = (await Promise.all([...chosen].map((id) => read(id, pathsOf([id], context.params)[0])))).filter(Boolean);
     // What is drawn anew loses its zoom
     if (drawn === (drawn = JSON.stringify([answers.map((each) => [each.names, each.series]), run?.changes, deaths]))) return;
     const all = [...new Set(answers.flatMap((answer) => answer.names))];
@@ -126,7 +129,7 @@ export async function show(context, main) {
     list.replaceChildren(marks.length ? legend(marks) : "");
     plots.splice(0).forEach((plot) => plot.destroy());
     charts.replaceChildren(names.length ? "" : h("p", { class: "soft" }, "There are no metrics yet."), ...names.map((name) => {
-      const present = ids.map((id, i) => ({ id, i, columns: /** @type {Columns} */ (answers[i].series[name]) })).filter((each) => each.columns);
+      const present = answers.map(({ id, series }, i) => ({ id, i, columns: /** @type {Columns} */ (series[name]) })).filter((each) => each.columns);
       const place = h("div", { class: "chart" });
       const last = answers.map((answer) => short(answer.last[name])).join(", ");
       requestAnimationFrame(() => present.length && plots.push(plot(place, present, axis, band, marks)));
@@ -134,12 +137,10 @@ export async function show(context, main) {
     }));
   };
   await draw();
-  // Of other runs no events arrive
-  const others = [...chosen].filter((id) => id !== context.run);
-  let [due, followed, pending] = [false, others.length > 0, /** @type {Promise<void> | null} */ (null)];
   const refresh = async () => {
-    const views = await Promise.all(others.map((id) => get(`/runs/${encodeURIComponent(id)}`)));
-    const [active, isDue] = [views.some((each) => !each.ended_at), due || followed];  // once more after an end
+    const others = [...chosen].filter((id) => id !== context.run);  // of which no events arrive
+    const views = await Promise.all(others.map((id) => read(id, `/runs/${encodeURIComponent(id)}`)));
+    const [active, isDue] = [views.some((each) => each && !each.ended_at), due || followed];  // once more after an end
     [due, followed] = [false, active];
     if (active || isDue) await draw();
   };
