@@ -271,10 +271,9 @@ class MeshRunFactory(PackagedRecipes):
             yield remove
 
     def open_archive(self, record: RunRecord) -> FolderArchive:
-        return FolderArchive(self._find_folder(record))
+        return FolderArchive(self.find_folder(record))
 
-    def _find_folder(self, record: RunRecord) -> Path:
-        """Return a run's folder; raises `NotRecordedError` if it is not here, or another run's."""
+    def find_folder(self, record: RunRecord) -> Path:
         folder = Path(record.output_dir)
         if not folder.is_dir():
             raise NotRecordedError(f"{folder} is not on the host of the control service")
@@ -289,11 +288,11 @@ class MeshRunFactory(PackagedRecipes):
         return identify(Path(folder)) is not None
 
     def find_checkpoint(self, record: RunRecord, step: int) -> str:
-        return str(find_checkpoint(self._find_folder(record), step))
+        return str(find_checkpoint(self.find_folder(record), step))
 
     def reproduce(self, record: RunRecord, step: int) -> tuple[bool, dict[str, Any]]:
         process = run_offbeat(
-            ["learner", "reproduce", str(self._find_folder(record)), "--step", str(step), "--json"],
+            ["learner", "reproduce", str(self.find_folder(record)), "--step", str(step), "--json"],
             working_dir=self._working_dir or Path.cwd(),
             redis_url=self._redis_url,
             timeout_s=REPRODUCTION_TIMEOUT_S,
@@ -304,7 +303,7 @@ class MeshRunFactory(PackagedRecipes):
 
     def plan(self, record: RunRecord, settings: Settings) -> dict[str, Any]:
         in_force = to_overrides(json.loads(record.config), asdict(settings))
-        config = str(self._find_folder(record) / run_folder.CONFIG)
+        config = str(self.find_folder(record) / run_folder.CONFIG)
         process = run_offbeat(
             ["plan", config, *in_force, "--from", record.output_dir, "--json", "--episodes", str(PLANNED_EPISODES)],
             working_dir=self._working_dir or Path.cwd(),

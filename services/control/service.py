@@ -8,6 +8,7 @@ import math
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any, Protocol
 
 from offbeat.services.control.claims import claim_chosen
@@ -89,8 +90,12 @@ class RunFactory(BufferReader, Recipes, Protocol):
         """Write an ended run's report; raises `ControlError` with the command to retry."""
         ...
 
+    def find_folder(self, record: RunRecord) -> Path:
+        """Return a run's folder; raises `NotRecordedError` if it is on another host, or another run's by now."""
+        ...
+
     def open_archive(self, record: RunRecord) -> RunArchive:
-        """Open a run's folder; raises `NotRecordedError` if it is on another host."""
+        """Open a run's folder; raises as `find_folder`."""
         ...
 
     def holds_run(self, folder: str) -> bool:
@@ -225,7 +230,9 @@ class ControlService:
         """Return a reader of the run's folder; raises `NotRecordedError`."""
         record = await self.store.load(run_id)
         key = record.output_dir, record.created_at
-        if key not in self._archives:
+        if key in self._archives:
+            await asyncio.to_thread(self.factory.find_folder, record)  # another run may have taken it
+        else:
             self._archives[key] = await asyncio.to_thread(self.factory.open_archive, record)
             if len(self._archives) > MAX_ARCHIVES:
                 self._archives.popitem(last=False)

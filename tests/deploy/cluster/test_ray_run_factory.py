@@ -16,9 +16,11 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.validation import check_in_process
 from offbeat.deploy.run_folder import CLAIM
 from offbeat.deploy.run_marker import FolderInUseError
+from offbeat.deploy.run_setup import run_spec
 from offbeat.services.control.console.archive import NotRecordedError
 from offbeat.services.control.run import RunRecord
-from offbeat.services.control.service import InvalidRunError
+from offbeat.services.control.service import ControlService, InvalidRunError
+from offbeat.services.control.store import RunStore
 from offbeat.services.errors import ControlError
 from tests.fakes_rollout import HERE
 from tests.paths import QUICKSTART
@@ -178,6 +180,20 @@ def test_the_files_of_another_run_of_that_name_are_not_read(factory: RayRunFacto
     ):
         with pytest.raises(NotRecordedError, match=r"another run: those of this run 'lake' were moved to lake\.1"):
             read()
+
+
+async def test_an_open_archive_shows_no_run_that_took_its_folder(
+    factory: RayRunFactory, tmp_path: Path, redis_url: str
+):
+    folder, store = tmp_path / "quickstart", RunStore(AsyncRedis.from_url(redis_url))
+    own, _ = await store.create(run_spec(run_config(f"output_dir={folder}")))
+    trained_in(folder, claim=run_folder.claim_id(own.run_id, own.created_at))
+    service = ControlService(store, factory, wake=lambda: None)
+    assert await service.archive(own.run_id) is await service.archive(own.run_id)
+    trained_in(folder)
+    with pytest.raises(NotRecordedError, match="has the files of another run"):
+        await service.archive(own.run_id)
+    await store.redis.aclose()
 
 
 @pytest.mark.parametrize(("claim", "mesh"), [("lake 1.0", ""), ("", "of a train command")])

@@ -67,6 +67,9 @@ class FakeRunFactory(PackagedRecipes):
     async def write_report(self, record: RunRecord) -> None:
         del record
 
+    def find_folder(self, record: RunRecord) -> Path:
+        return Path(record.output_dir)
+
     def open_archive(self, record: RunRecord) -> RunArchive:
         return FolderArchive(Path(record.output_dir))
 
