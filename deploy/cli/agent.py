@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from offbeat.deploy.cli.env import EXIT_FOUND, EXIT_USAGE, parse_settings
+from offbeat.deploy.cli.options import refuse_unread
 
 agent_app = typer.Typer(help="Check external agents.", no_args_is_help=True)
 
@@ -18,6 +19,7 @@ def agent() -> None:
 
 @agent_app.command("check")
 def check(
+    context: typer.Context,
     target: Annotated[
         str,
         typer.Argument(
@@ -43,6 +45,8 @@ def check(
     """
     from offbeat.deploy.play.agent_check import check_agent
 
+    if not _is_agent(target):
+        refuse_unread(context, f"{target} configures its envs and agents: leave it out", "env", "python")
     found = False
     for tag, rules in _agents(target, settings, env, python).items():
         report = asyncio.run(check_agent(tag, rules, num_episodes=episodes, limit_s=limit_s))
@@ -72,6 +76,10 @@ def _describe(report: Any) -> str:
     return f"{count} episodes, {report.num_calls} calls, {report.num_steps} env steps; {times}; rewards: {rewards}"
 
 
+def _is_agent(target: str) -> bool:
+    return ":" in target and not target.endswith((".yaml", ".yml"))
+
+
 def _agents(target: str, settings: list[str] | None, env: str, python: str) -> dict[str, Any]:
     from pydantic import ValidationError
 
@@ -80,7 +88,7 @@ def _agents(target: str, settings: list[str] | None, env: str, python: str) -> d
     from offbeat.services.rollout.config import AgentRunner, CustomEnv
 
     try:
-        if ":" in target and not target.endswith((".yaml", ".yml")):
+        if _is_agent(target):
             runner = AgentRunner(path=target, python=python)
             return {target: CustomEnv(env_type=env, env_config=parse_settings(settings), agent_runner=runner)}
         envs = load_config(Path(target), settings or []).custom_envs

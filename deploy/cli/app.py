@@ -26,6 +26,7 @@ from offbeat.deploy.cli.config import (
 )
 from offbeat.deploy.cli.distill import distill_app
 from offbeat.deploy.cli.env import env_app
+from offbeat.deploy.cli.options import refuse_unread
 from offbeat.deploy.cli.plan import plan
 from offbeat.deploy.cli.play import inspect, play, rollout
 from offbeat.deploy.cli.reward import reward_app
@@ -161,6 +162,7 @@ def report(
 
 @app.command(rich_help_panel=VERIFY)
 def audit(
+    context: typer.Context,
     run: Annotated[
         str,
         typer.Argument(metavar="RUN", help="The run's name, its folder, or a Tinker model's id.", show_default=False),
@@ -185,6 +187,7 @@ def audit(
     from offbeat.deploy.cli.runs.models import audit_model
 
     if is_model_id(run):
+        refuse_unread(context, "for runs alone; a Tinker model's server is asked: leave it out", "group", "redis")
         raise typer.Exit(audit_model(tinker_url, tinker_key, run, as_json=as_json))
     try:
         console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)

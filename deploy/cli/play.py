@@ -73,6 +73,7 @@ def play(
         )
     if agent != "openai" and (urls or model):
         _exit_usage("a URL and --model belong to --agent openai")
+    _check_temperature(agent, temperature)
     from dataclasses import replace
 
     from offbeat.deploy.play.target import find_target
@@ -87,6 +88,11 @@ def play(
             asyncio.run(_play(setting, agent, endpoint, seed, temperature, tokenizer, render))
     except _user_errors() as error:
         _exit_usage(_error_text(error))
+
+
+def _check_temperature(agent: str | None, temperature: float | None) -> None:
+    if temperature is not None and agent in ("human", "random"):
+        _exit_usage(f"--temperature has no effect with --agent {agent}: leave it out, or take a policy")
 
 
 def _split_policy_path(agent: str, words: list[str]) -> tuple[str, list[str]]:
@@ -211,6 +217,7 @@ def rollout(
 
         if agent is not None:
             agent, overrides = _split_policy_path(agent, overrides or [])
+        _check_temperature(agent, temperature)
         loaded = load_config(config, overrides)
         manager = loaded.val_env_manager if kind is EpisodeKind.EVAL else loaded.train_env_manager
         tags = manager.tags_of(loaded.custom_envs)

@@ -111,6 +111,10 @@ def find_target(
             raise ConfigError([ConfigIssue("--tag", f"no tag {tag!r}; there is {', '.join(config.custom_envs)}")], env)
         target = build_target(config, tag).with_env_config(env_config)
     else:
+        if tag is not None:
+            raise ConfigError(
+                [ConfigIssue("--tag", f"{env} is an env, and no run's file with tags: leave it out")], env
+            )
         steps = CustomEnv(env_type=env, max_steps=100, max_tokens_per_step=UNBOUNDED_TOKENS, env_config=env_config)
         target = PlayTarget(env, steps, UNBOUNDED_TOKENS)
     changes = {"max_steps": max_steps, "agent_template": template}

@@ -4,10 +4,13 @@ from typing import Annotated
 
 import typer
 
+from offbeat.deploy.cli.options import refuse_unread
 from offbeat.services.live_settings import LIVE_SETTINGS
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_TINKER_URL = f"{DEFAULT_URL}/tinker"
+FILTERS = ("state", "tag", "step", "sort", "offset", "limit")
+"""Options of `runs groups` for lists alone."""
 EXIT_CODES = """Exit codes: 0 done; 1 the service can't be reached or failed, or the watched run has failed; 2 the
 configuration, a value or the command line was refused; 3 there is no such run; 4 it makes no sense for what a run is at,
 or another run has the same folder or engine; 5 the token is missing or wrong, or the configuration is beyond its rights;
@@ -242,6 +245,7 @@ def delete(
 
 @runs_app.command(epilog=EXIT_CODES)
 def groups(
+    context: typer.Context,
     run: RunOrModelId,
     number: Annotated[
         int | None, typer.Argument(metavar="[GROUP]", help="Show this one with its members.", show_default=False)
@@ -269,8 +273,10 @@ def groups(
     if is_model_id(run):
         if number is not None:
             raise typer.BadParameter("a Tinker model's samples form no groups here: leave it out", param_hint="GROUP")
+        refuse_unread(context, "a Tinker model's samples form no groups here: leave it out", *FILTERS)
         raise typer.Exit(list_samples(tinker_url, tinker_key, run, as_json=json))
     if number is not None:
+        refuse_unread(context, f"it chooses groups of a list, and group {number} is one: leave either out", *FILTERS)
         raise typer.Exit(show_group(url, token, run, number, as_json=json))
     filters = {"state": state or [], "tag": tag, "step": step, "sort": sort, "offset": offset, "limit": limit}
     raise typer.Exit(list_groups(url, token, run, filters, as_json=json))

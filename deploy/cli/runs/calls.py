@@ -100,7 +100,10 @@ def start_run(
     async def ask(client: ControlClient) -> int:
         if dry_run:
             await client.validate(document)
-            print_message("valid")
+            if as_json:
+                sys.stdout.write("null\n")
+            else:
+                print_message("valid")
             return DONE
         view = await client.create(document)
         return show_answer(view, as_json=as_json, otherwise=lambda: view.id)

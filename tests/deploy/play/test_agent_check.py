@@ -138,6 +138,9 @@ def test_the_command_checks_agents_by_name_and_by_configuration():
     configured = offbeat("foreign_agent", "--episodes", "1")
     assert (configured.exit_code, "the agent of FrozenLake holds" in configured.output) == (0, True), configured.output
     assert offbeat("quickstart").exit_code == 2
+    for option, value in (("--env", "frozen_lake"), ("--python", sys.executable)):
+        unread = offbeat("foreign_agent", option, value)
+        assert (unread.exit_code, option in unread.stderr) == (2, True)
     assert offbeat("checked_agents:walks", "nope=1").exit_code == 1
 
 

@@ -70,6 +70,7 @@ async def test_a_run_is_started_from_a_file_with_paths_that_start_here(
     (tmp_path / "run.yaml").write_text("exp_name: lake\noutput_dir: runs/lake\nseed: 1\n")
     valid = await terminal.types("start", "run.yaml", "--dry-run")
     assert (valid.exit_code, valid.stderr) == (DONE, "offbeat: valid\n")
+    assert (await terminal.types("start", "run.yaml", "--dry-run", "--json")).stdout == "null\n"
     assert (await terminal.json("list"))["runs"] == []
     started = await terminal.types("start", "run.yaml", "seed=2", "exp_name=sea")
     assert (started.exit_code, started.stdout) == (DONE, "sea\n")

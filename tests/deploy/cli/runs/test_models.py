@@ -104,6 +104,28 @@ async def test_samples_and_commands_of_a_model_are_shown(terminal: Terminal) -> 
     assert (await terminal.audits("s:train:9")).exit_code == NOT_AUDITED
 
 
+@pytest.mark.parametrize(
+    "options", [("--state", "trained"), ("--tag", "x"), ("--step", "1"), ("--sort", "spread"), ("--limit", "50")]
+)
+def test_options_for_a_list_of_groups_are_refused_where_none_is_made(options: tuple[str, str]) -> None:
+    for shown in (("s:train:0",), ("lake", "5")):
+        refused = CliRunner().invoke(app, ["runs", "groups", *shown, *options])
+        assert refused.exit_code == REFUSED
+        assert options[0] in refused.stderr
+        assert "leave" in refused.stderr
+
+
+@pytest.mark.parametrize("options", [("--group", "3"), ("--redis", "redis://127.0.0.1:1")])
+async def test_options_for_runs_are_refused_by_the_audit_of_a_model(
+    terminal: Terminal, options: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = await terminal.create_model()
+    refused = await terminal.audits(model, *options)
+    assert (refused.exit_code, options[0] in refused.stderr) == (REFUSED, True)
+    monkeypatch.setenv("OFFBEAT_REDIS", "redis://127.0.0.1:1")
+    assert "--redis" not in (await terminal.audits(model)).stderr  # a variable is for all commands
+
+
 @pytest.mark.parametrize("command", ["show", "stop", "trajectory", "set"])
 async def test_commands_for_runs_alone_say_what_shows_a_model(terminal: Terminal, command: str) -> None:
     refused = await terminal.types(command, "s:train:0", *{"trajectory": ("1", "2"), "set": ("a=1",)}.get(command, ()))
