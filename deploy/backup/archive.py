@@ -97,16 +97,29 @@ class BackupWriter:
 def _open_alone(part: Path, path: Path) -> BinaryIO:
     """Open and lock the part of a new file, also one that a killed process left; raises `BackupError`."""
     file = os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600), "wb")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_named = os.path.samestat(os.fstat(file.fileno()), part.stat())  # else: ended since it was opened
-    except (BlockingIOError, FileNotFoundError):
-        is_named = False
-    if not is_named:
+    if not _try_lock(file) or not _is_named(file, part):
         file.close()
         raise BackupError(f"another backup is being written to {path}: wait for it, or choose another name")
     file.truncate()
     return file
+
+
+def _try_lock(file: BinaryIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks, as network drives may be
+        return True
+    return True
+
+
+def _is_named(file: BinaryIO, path: Path) -> bool:
+    """Return whether a file still has its name, which it loses at the end of a backup."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _refuse_existing(path: Path) -> None:

@@ -1,5 +1,6 @@
 """Backup files of one name, written at once or one after the other."""
 
+import errno
 import fcntl
 from pathlib import Path
 
@@ -62,6 +63,18 @@ def test_the_part_of_a_killed_backup_is_replaced(tmp_path: Path):
         fill(writer, b"A")
         size = writer.finish(describe)
     assert [(path.name, path.stat().st_size) for path in tmp_path.iterdir()] == [("daily.tar", size)]
+    assert restored_weights(target, tmp_path) == b"A"
+
+
+def test_a_backup_is_written_where_the_file_system_has_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    target = tmp_path / "daily.tar"
+    with BackupWriter(target) as writer:
+        fill(writer, b"A")
+        writer.finish(describe)
     assert restored_weights(target, tmp_path) == b"A"
 
 
