@@ -5,7 +5,7 @@ import copy
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from offbeat.services.control.console.jobs import RunJobs
 from offbeat.services.control.console.schemas import PlanState, PlanView, ReproductionState, ReproductionView
@@ -109,17 +109,30 @@ def fork_config(
     return tree | {"exp_name": name, "output_dir": folder, "resume_from_checkpoint": checkpoint}
 
 
-def _set(tree: dict[str, Any], path: list[str], value: Any, key: str) -> None:
-    """Set a key, merging a mapping; raises `InvalidRunError`."""
-    *parents, leaf = path
-    node = tree
-    for part in parents:
-        child = node.setdefault(part, {})
-        if not isinstance(child, dict):
+def _set(node: Any, path: list[str], value: Any, key: str) -> None:
+    """Set a key, also of a list's element (`rewards.0.weight`), merging a mapping; raises `InvalidRunError`."""
+    part, *rest = path
+    place: Any = part
+    if isinstance(node, list):
+        place = _index(cast(list[Any], node), part, key)
+    elif rest:
+        node.setdefault(part, {})
+    old = node[place] if isinstance(node, list) else node.get(place)
+    if rest:
+        if not isinstance(old, dict | list):
             raise InvalidRunError([ProblemView(path=key, message=f"{part} is a value, and has no keys")])
-        node = child
-    if isinstance(value, dict) and isinstance(node.get(leaf), dict):
+        _set(old, rest, value, key)
+    elif isinstance(value, dict) and isinstance(old, dict):
         for name, inner in value.items():
-            _set(node[leaf], [name], inner, f"{key}.{name}")
+            _set(old, [name], inner, f"{key}.{name}")
     else:
-        node[leaf] = value
+        node[place] = value
+
+
+def _index(elements: list[Any], part: str, key: str) -> int:
+    if part.isdecimal() and int(part) < len(elements):
+        return int(part)
+    message = (
+        f"{part!r} is no element of a list of {len(elements)}: expected a number from 0, or the whole list as value"
+    )
+    raise InvalidRunError([ProblemView(path=key, message=message)])

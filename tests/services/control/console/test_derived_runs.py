@@ -120,12 +120,22 @@ def test_changes_are_merged_into_the_configuration() -> None:
         ({"exp_name": "../x"}, "exp_name: '../x' is no name of a run"),
         ({"exp_name": "lake"}, "exp_name: lake is the name of the run itself"),
         ({"a.b": 1}, "a.b: a is a value"),
+        ({"rewards.1.weight": 2}, "rewards.1.weight: '1' is no element of a list of 1"),
+        ({"rewards.weight": 2}, "rewards.weight: 'weight' is no element of a list of 1"),
         ({"resume_from_checkpoint": False}, "resume_from_checkpoint: is the checkpoint of step 4, which the parameter"),
     ],
 )
 def test_a_change_that_fits_nothing_is_refused(changes: dict[str, object], problem: str) -> None:
     with pytest.raises(InvalidRunError, match=problem):
-        fork_config({"a": 1}, RECORD, 4, "/c", changes)
+        fork_config({"a": 1, "rewards": [{"weight": 1}]}, RECORD, 4, "/c", changes)
+
+
+def test_a_change_of_a_list_is_of_its_element() -> None:
+    config = {"rewards": [{"name": "a", "weight": 1}, {"name": "b"}], "tags": ["x", "y"]}
+    changes = {"rewards.0.weight": 2, "rewards.1": {"weight": 3}, "tags.1": "z"}
+    tree = fork_config(config, RECORD, 4, "/c", changes)
+    assert tree["rewards"] == [{"name": "a", "weight": 2}, {"name": "b", "weight": 3}]
+    assert tree["tags"] == ["x", "z"]
 
 
 @pytest.mark.parametrize(("step", "state"), [(2, "equal"), (3, "trained")])
