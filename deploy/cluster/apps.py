@@ -26,8 +26,8 @@ from offbeat.deploy.tinker import serve_app as tinker_app
 from offbeat.envs.config import Config
 from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.control import app as control_app
-from offbeat.services.control.config import RightsConfig, TokenConfig, create_token, read_token
-from offbeat.services.control.rights import Tokens
+from offbeat.services.control.config import RightsConfig, TokenConfig, create_token, find_token_problem, read_token
+from offbeat.services.control.rights import TokenGrant, Tokens
 from offbeat.services.errors import MeshError
 from offbeat.services.generation import app as generation_app
 from offbeat.services.redis import serve_app as redis_app
@@ -214,9 +214,15 @@ def _load_run_config(arguments: ModelArguments) -> RunConfig:
     return config.model_copy(update={"pretrain": model})
 
 
+def _to_grant(config: TokenConfig, base: Path) -> TokenGrant:
+    if config.token and (problem := find_token_problem(config.token)):
+        raise ValueError(problem)
+    return config.to_grant(base)
+
+
 def _read_tokens(arguments: ControlAppArgs, working_dir: Path) -> Tokens:
     others = tuple(
-        _checked(f"tokens.{place}.{'token' if each.token else 'token_file'}", partial(each.to_grant, working_dir))
+        _checked(f"tokens.{place}.{'token' if each.token else 'token_file'}", partial(_to_grant, each, working_dir))
         for place, each in enumerate(arguments.tokens)
     )
     operate, read = arguments.token_file, arguments.read_token_file

@@ -119,6 +119,7 @@ def test_a_token_that_no_call_can_carry_is_refused(name: str, token: str):
     assert issue.path == f"control.{name}"
     assert issue.message.startswith("has characters that no call can carry: take printable ASCII")
     assert check_run(config, cores=2, started=True) == []
+    assert token in [grant.token for grant in config.control.to_tokens().grants], "the service of such a run starts"
 
 
 def test_a_token_may_have_spaces():
