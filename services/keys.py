@@ -66,7 +66,7 @@ class RunKeys:
 
     @property
     def progress(self) -> str:
-        """Hash: `version` and `step` of the newest weights; absent before version 0."""
+        """Hash: newest `version`, and `step` of the last announced weights; absent before version 0."""
         return self.key("progress")
 
     @property

@@ -28,9 +28,13 @@ def play(task: AgentTask) -> dict[str, Any]:
 async def _play(task: AgentTask, request: dict[str, Any]) -> dict[str, Any]:
     vf = require("verifiers.v1", "verifiers")
     env, unread, tasks = _load(json.dumps([request["environment"] or DEFAULT_ENVIRONMENT, request["taskset"]]))
-    while request["idx"] not in tasks:
-        row = next(unread)
-        tasks[row.data.idx] = row
+    try:
+        while request["idx"] not in tasks:
+            row = next(unread)
+            tasks[row.data.idx] = row
+    except Exception:
+        _load.cache_clear()  # an iterator that has failed gives no more
+        raise
     row = tasks[request["idx"]]
     os.environ[KEY_NAME] = task.api_key
     client = vf.EvalClientConfig(base_url=task.base_url, api_key_var=KEY_NAME)

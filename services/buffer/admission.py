@@ -18,7 +18,7 @@ class GroupCounts:
 
 
 def count_admissible(limits: BufferLimits, step: int | None, counts: GroupCounts) -> tuple[int, Admission]:
-    """Return how many groups may start, and their limit. step: of the newest weights; None before the first."""
+    """Return how many groups may start, and their limit. step: of the last published weights; None before the first."""
     if step is None:
         return 0, Admission.NO_WEIGHTS
     lookahead = math.ceil((step + limits.max_staleness + 1) * limits.groups_per_step - 1e-6)

@@ -153,7 +153,7 @@ local function hold(number, version)
 end
 
 local function rewind()
-  if tonumber(redis.call('HGET', PROGRESS, 'step') or -1) <= proof.step then return end
+  if tonumber(redis.call('HGET', PROGRESS, 'version') or -1) <= proof.step then return end
   redis.call('DEL', MANIFESTS)
   if not read_limits().temperature then -- rows are sampled by no weights
     redis.call('HSET', PROGRESS, 'version', proof.step, 'step', proof.step)

@@ -161,6 +161,24 @@ async def test_a_run_whose_weights_are_gone_waits_for_none_of_them(
     cleanup(RUN, config, Path("unused"))
 
 
+async def test_versions_that_an_earlier_learner_had_published_are_discarded_too(
+    redis: Redis, async_redis: AsyncRedis, config: WeightsConfig
+) -> None:
+    """A learner went on from checkpoint 2 after version 4 was lost; its checkpoint 4, without a version, is gone."""
+    run = Run.begin(redis, async_redis, limits(temperature=1.0), step=-1)
+    with_weights(run, config, run.learner, range(5))
+    redis.hset(f"{KEYS.key('buffer')}:ledger", mapping={"admitted": 4, "submitted": 4, "trained": 4, "next": 4})
+    await run.complete_groups(1)
+    cleanup(RUN, config, Path("unused"))
+    with_weights(run, config, resume(run, 2), range(2, 3))
+    assert redis.hgetall(KEYS.progress) == {b"version": b"4", b"step": b"2"}
+    redis.hincrby(f"{KEYS.key('buffer')}:ledger", "trained", 4)
+    learner = resume(run, 2)
+    assert learner.newest_version() == -1
+    assert learner.take(0) is None, "its tokens are of version 4"
+    cleanup(RUN, config, Path("unused"))
+
+
 async def submit(run: Run, tasks: Sequence[EpisodeTask], number: int) -> None:
     for task in tasks:
         if task.number == number:
