@@ -15,6 +15,7 @@ from offbeat.deploy.cluster.ray_run_factory import RayRunFactory
 from offbeat.deploy.config.loader import dump_yaml, load_run, read_run
 from offbeat.deploy.plan.advice import advise
 from offbeat.deploy.plan.measurements import PlanError
+from offbeat.deploy.run_folder import CLAIM, claim_id
 from offbeat.services.control.run import RunRecord
 from offbeat.services.errors import ControlError
 from offbeat.services.telemetry import MetricRecord, Partial
@@ -88,6 +89,7 @@ async def test_a_run_of_the_mesh_is_simulated_under_its_settings_in_force(
     monkeypatch.setattr(ray_run_factory, "ensure_reaper", lambda: None)
     config = read_run(folder / "config.yaml")
     record = RunRecord("lake", config.model_dump_json(), str(folder), 7, config.settings)
+    (folder / CLAIM).write_text(claim_id(record.run_id, record.created_at))
     factory = RayRunFactory(AsyncRedis.from_url(redis_url), redis_url, folder.parent)
     settings = replace(config.settings, num_env_groups=2)
     plan = await asyncio.to_thread(factory.plan, record, settings)
