@@ -91,6 +91,10 @@ class TrainEngine(Protocol[Output_co]):
         """Move weights and moments back."""
         ...
 
+    def close(self) -> None:
+        """Free weights and moments, of a module without other references; nothing may follow."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Write a checkpoint that `load` resumes exactly."""
         ...

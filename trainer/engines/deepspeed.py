@@ -194,6 +194,15 @@ class DeepSpeedEngine(OnRanks):
             parameters = [shard for number, shard in enumerate(shards) if group_of[number] in of_model]
         return [self._moments.state[parameter] for parameter in parameters]
 
+    def close(self) -> None:
+        """Empty weights and optimizer: hooks of autograd's nodes keep ZeRO's from being collected."""
+        self._engine.destroy()
+        for optimizer in (self._engine.optimizer, self._moments):
+            vars(optimizer).clear()
+        for weight in self._engine.module.parameters():
+            weight.data, weight.grad = weight.new_empty(0), None
+            vars(weight).clear()  # ZeRO-3's shards
+
     def save(self, folder: Path) -> None:
         self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
         if self.rank == 0:

@@ -29,6 +29,9 @@ class OffloadableStates(OnRanks):
     def reset_optimizer(self) -> None:
         forget(self._optimizer.state.values())
 
+    def close(self) -> None:
+        """Do nothing: nothing refers to the states but module and optimizer."""
+
     def offload_states(self) -> None:
         self._module.to("cpu")
         move_moments(self._optimizer.state.values(), "cpu")

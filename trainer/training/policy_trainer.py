@@ -4,6 +4,7 @@ Invariants: the first weights depend only on model folder, warm start and seed; 
 reference start from them, kept in `start/` after a warm start.
 """
 
+import gc
 import json
 import logging
 import secrets
@@ -40,12 +41,7 @@ from offbeat.trainer.run import START, LearnerRun
 from offbeat.trainer.training.critic_trainer import CRITIC_STATE, load_first_critic
 from offbeat.trainer.training.data_step import DataTrainer, make_trainer
 from offbeat.trainer.training.group_scorer import GroupScorer
-from offbeat.trainer.training.optimizer_step import (
-    BatchTrainer,
-    Gauges,
-    StepModels,
-    StepPreview,
-)
+from offbeat.trainer.training.optimizer_step import BatchTrainer, Gauges, StepModels, StepPreview
 from offbeat.trainer.training.prepare_scores import open_sources, prepare_scores, show_files
 from offbeat.trainer.training.score_keys import score_keys
 from offbeat.trainer.training.step_tokens import StepTokens
@@ -92,7 +88,10 @@ class PolicyTrainer:
     def begin(self, progress: Progress, should_stop: Callable[[], bool]) -> bool:
         warm = self._config.warm_start
         if warm is not None:
-            engine = self._warm_start_engine()
+            if self._uses_adapters:  # all weights are trained first
+                self._replace_policy(
+                    lambda: self._load(self._run.model_folder, self._train.model_args.without_adapters)
+                )
             demonstrate = make_demonstrator(
                 warm,
                 self._config.custom_envs[warm.tag],
@@ -100,15 +99,14 @@ class PolicyTrainer:
                 max_tokens=self._config.sequence_length,
             )
             loss = warm_start(
-                engine, warm, demonstrate, seed=self._config.seed, progress=progress, should_stop=should_stop
+                self._policy, warm, demonstrate, seed=self._config.seed, progress=progress, should_stop=should_stop
             )
             if loss is None:
                 return False
             if self._has_companions or self._uses_adapters:
-                self._save_start(engine.tensors())
+                self._save_start(self._policy.tensors())
             if self._uses_adapters:
-                self._model = self._load_trained(self._run.output_dir / START)
-                self._policy = self._engine(self._model)
+                self._replace_policy(lambda: self._load_trained(self._run.output_dir / START))
         if self._ranks.critics:
             broadcast(self._ranks, READY)
         return self._build_companions(progress, should_stop)
@@ -170,8 +168,7 @@ class PolicyTrainer:
     def offload_states(self) -> None:
         for model in self._movable:
             model.offload_states()
-        if self._ranks.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
     def load_states(self) -> None:
         for model in self._movable:
@@ -291,10 +288,14 @@ class PolicyTrainer:
     def _uses_adapters(self) -> bool:
         return self._train.model_args.lora_target is not None
 
-    def _warm_start_engine(self) -> TrainEngine[Any]:
-        if not self._uses_adapters:
-            return self._policy
-        return self._engine(self._load(self._run.model_folder, self._train.model_args.without_adapters))
+    def _replace_policy(self, load: Callable[[], PackedPolicy | PackedRewardModel]) -> None:
+        """Free the policy and its engine before others are built."""
+        self._policy.close()
+        del self._policy, self._model
+        gc.collect()
+        torch.cuda.empty_cache()
+        self._model = load()
+        self._policy = self._engine(self._model)
 
     def _load(self, folder: Path, args: ModelArgs, seed: int | None = None) -> PackedPolicy:
         seed = self._config.seed if seed is None else seed
