@@ -90,11 +90,10 @@ def _check_shared(config: RunConfig, plan: DevicePlan, nodes: _Nodes) -> Iterato
             "another device_mapping",
         )
         return
-    needed_gib = learner_gib(config)
+    needed_gib = learner_gib(config, num_loading(config))
     memory = nodes.memory(slot.node_id for slot in plan.engines if slot.is_shared)
     if memory is None or needed_gib is None:
         return
-    needed_gib += held_gib(config)
     if config.takes_turns:
         yield from _check_turns(config, share, memory)
     elif share * memory.gib + needed_gib > memory.gib:
@@ -102,41 +101,41 @@ def _check_shared(config: RunConfig, plan: DevicePlan, nodes: _Nodes) -> Iterato
         advice = f"take at most {room:.2f}, or" if room > 0.05 else "take"
         yield ConfigIssue(
             UTILIZATION_KEY,
-            f"the engine's {share * memory.gib:.1f} GiB ({share:g}) and {_say_learner(config, needed_gib)} exceed the "
-            f"GPU's {memory}: {advice} more devices, zero_stage or lora_target{_transport_advice(config)}",
+            f"the engine's {share * memory.gib:.1f} GiB ({share:g}) and "
+            f"{_say_learner(config, needed_gib, num_loading(config))} exceed the GPU's {memory}: "
+            f"{advice} more devices, zero_stage or lora_target{_transport_advice(config)}",
         )
 
 
 def _check_turns(config: RunConfig, share: float, memory: _Memory) -> Iterator[ConfigIssue]:
-    """Yield a memory that can't hold the learner alone, or the engine with the versions that GPU transports keep."""
+    """Yield a memory that can't hold the learner alone, or the engine with the versions in it while it loads one."""
     yield from _check_learner(config, memory, "also while the engine sleeps")
-    held = held_gib(config)
-    if share * memory.gib + held > memory.gib:
+    loading = num_loading(config) * weights_gib(config)
+    if share * memory.gib + loading > memory.gib:
         yield ConfigIssue(
             UTILIZATION_KEY,
-            f"the engine's {share * memory.gib:.1f} GiB ({share:g}) and {held:.1f} GiB of {num_held(config)} "
-            f"published version(s) exceed the GPU's {memory}: take less, weights.keep_versions: 1, or "
-            "weights.transport: shm",
+            f"the engine's {share * memory.gib:.1f} GiB ({share:g}) and {loading:.1f} GiB of {num_loading(config)} "
+            f"published version(s), copies of a load included, exceed the GPU's {memory}: take less, "
+            "weights.keep_versions: 1, or weights.transport: shm",
         )
 
 
 def _check_learner(config: RunConfig, memory: _Memory, when: str = "") -> Iterator[ConfigIssue]:
-    needed_gib = learner_gib(config)
-    if needed_gib is None:
-        return
-    needed_gib += held_gib(config)
-    if needed_gib > memory.gib:
+    needed_gib = learner_gib(config, num_held(config))
+    if needed_gib is not None and needed_gib > memory.gib:
         yield ConfigIssue(
             "actor_train.strategy_args.zero_stage",
-            f"{_say_learner(config, needed_gib)} exceed the GPU's {memory}{', ' if when else ''}{when}: take more "
-            f"devices, zero_stage or lora_target{_transport_advice(config)}",
+            f"{_say_learner(config, needed_gib, num_held(config))} exceed the GPU's {memory}"
+            f"{', ' if when else ''}{when}: take more devices, zero_stage or lora_target{_transport_advice(config)}",
         )
 
 
-def _say_learner(config: RunConfig, needed_gib: float) -> str:
-    held = num_held(config)
-    parts = f"weights, gradients, moments and {held} published version(s)" if held else "weights, gradients and moments"
-    return f"at least {needed_gib:.1f} GiB of the learner's {parts}"
+def _say_learner(config: RunConfig, needed_gib: float, num_versions: int) -> str:
+    parts = "weights, gradients and moments"
+    if num_versions:
+        parts = f"weights, gradients, moments and {num_versions} published version(s)"
+    of_all = ", whose warm start trains all weights," if _warms_all_weights(config) else ""
+    return f"at least {needed_gib:.1f} GiB of the learner's {parts}{of_all}"
 
 
 def _transport_advice(config: RunConfig) -> str:
@@ -209,8 +208,9 @@ def num_held(config: RunConfig) -> int:
     return config.weights.keep_versions + 1 if config.weights.transport in ("ipc", "nccl") else 0
 
 
-def held_gib(config: RunConfig) -> float:
-    return num_held(config) * weights_gib(config)
+def num_loading(config: RunConfig) -> int:
+    """Return the versions in the memory of a GPU whose engine loads one by `ipc`: those kept, and a copy at each end."""
+    return config.weights.keep_versions + 2 if config.weights.transport == "ipc" else num_held(config)
 
 
 def weights_gib(config: RunConfig) -> float:
@@ -219,15 +219,25 @@ def weights_gib(config: RunConfig) -> float:
     return count_weights(config.pretrain) * (4 if is_wide else 2) / GIB
 
 
-def learner_gib(config: RunConfig) -> float | None:
-    """Return the least memory of a learner's process, critic and frozen models in it included; None for a tiny policy."""
+def learner_gib(config: RunConfig, num_versions: int = 0) -> float | None:
+    """Return the least memory of a learner's process, critic, frozen models and published versions in it included; None
+    for a tiny policy.
+    """
     num_weights = count_weights(config.pretrain)
     if not num_weights:
         return None
     args, num_processes = config.actor_train.model_args, config.actor_train.num_processes
     policy = _trained_gib(config, num_weights, args, num_processes)
     critic = critic_gib(config, num_processes) if not config.num_critic_processes else 0.0
-    return policy + critic + sum(_frozen_gib(config, role) for role in _frozen_roles(config))
+    frozen = sum(_frozen_gib(config, role) for role in _frozen_roles(config))
+    needed_gib = policy + critic + frozen + num_versions * weights_gib(config)
+    if not _warms_all_weights(config):
+        return needed_gib
+    return max(needed_gib, _trained_gib(config, num_weights, args.without_adapters, num_processes))
+
+
+def _warms_all_weights(config: RunConfig) -> bool:
+    return config.warm_start is not None and config.actor_train.model_args.lora_target is not None
 
 
 def critic_gib(config: RunConfig, num_processes: int) -> float:
