@@ -275,7 +275,7 @@ def read_claim(folder: Path) -> str:
     """Return the id of the mesh's run that has the folder, or ""."""
     try:
         return (folder / CLAIM).read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return ""
 
 

@@ -7,7 +7,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, NamedTuple
@@ -139,15 +139,23 @@ class RunComponents:
         await self._watch.set_paused(True)
 
     async def clean_up(self) -> None:
-        from offbeat.services.weights.transports.factory import cleanup  # noqa: PLC0415
-
         for component in self._components:
             if isinstance(component, ManagedLearner):
                 await component.forget()
-        await asyncio.to_thread(cleanup, self._config.exp_name, self._config.weights, self._config.output_dir)
+        await asyncio.to_thread(self._clean_weights)
         if self._folder_lock is not None:
             self._folder_lock.close()
             self._folder_lock = None
+
+    def _clean_weights(self) -> None:
+        """Remove the published weights, unless another run has the folder, whose weights have the same names."""
+        from offbeat.services.weights.transports.factory import cleanup  # noqa: PLC0415
+
+        folder = self._config.output_dir
+        with suppress(OSError):  # of a folder that can't be read
+            if folder.exists() and self._claim not in (None, run_folder.read_claim(folder)):
+                return
+        cleanup(self._config.exp_name, self._config.weights, folder)
 
 
 def _build_generation(
@@ -279,8 +287,8 @@ class MeshRunFactory(PackagedRecipes):
             raise NotRecordedError(f"{folder} is not on the host of the control service")
         if self._claim_of(record) not in (None, run_folder.read_claim(folder)):
             raise NotRecordedError(
-                f"{folder} has the files of another run: those of this run {record.run_id!r} were moved to "
-                f"{folder.name}.1 or a later number, if it has begun"
+                f"{folder} has the files of another run, which has moved those of this run {record.run_id!r} to "
+                f"{folder.name}.1 or a later number, or resumed them, if there were any"
             )
         return folder
 

@@ -8,6 +8,7 @@ from redis.asyncio import Redis as AsyncRedis
 from offbeat.deploy import run_folder
 from offbeat.deploy.cluster import ray_run_factory
 from offbeat.deploy.cluster.ray_run_factory import Cluster, RayRunFactory, check_cluster
+from offbeat.deploy.components import learner
 from offbeat.deploy.config import devices
 from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.errors import ConfigError
@@ -22,6 +23,7 @@ from offbeat.services.control.run import RunRecord
 from offbeat.services.control.service import ControlService, InvalidRunError
 from offbeat.services.control.store import RunStore
 from offbeat.services.errors import ControlError
+from offbeat.services.weights.transports.base import file_name, owner_of
 from tests.fakes_rollout import HERE
 from tests.paths import QUICKSTART
 
@@ -69,6 +71,7 @@ async def test_run_is_checked_against_the_cluster_not_the_service_host():
 @pytest.fixture
 def factory(tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> RayRunFactory:
     monkeypatch.setattr(ray_run_factory, "ensure_reaper", lambda: None)
+    monkeypatch.setattr(learner, "kill_actor", lambda _name: None)  # it would start Ray
     return RayRunFactory(AsyncRedis.from_url(redis_url), redis_url, tmp_path)
 
 
@@ -178,7 +181,7 @@ def test_the_files_of_another_run_of_that_name_are_not_read(factory: RayRunFacto
         lambda: factory.reproduce(taken, 40),
         lambda: factory.plan(taken, taken.settings),
     ):
-        with pytest.raises(NotRecordedError, match=r"another run: those of this run 'lake' were moved to lake\.1"):
+        with pytest.raises(NotRecordedError, match=r"another run, which has moved those of this run 'lake' to lake\.1"):
             read()
 
 
@@ -206,6 +209,34 @@ def test_the_files_of_the_run_itself_are_read_and_removed(
     with factory.hold_files(own) as remove:
         assert remove().left == []
     assert not folder.exists()
+
+
+async def test_a_run_that_is_refused_a_folder_leaves_the_weights_of_the_run_there(
+    factory: RayRunFactory, tmp_path: Path
+):
+    folder = trained_in(tmp_path / "quickstart")
+    mesh = factory.build_mesh(record(folder, f"output_dir={folder}", "weights.transport=fs"))
+    weights = folder / "weights" / file_name(owner_of("quickstart", folder), 1, 1)
+    weights.parent.mkdir()
+    weights.touch()
+    with run_folder.locked(folder):  # by `offbeat train`
+        with pytest.raises(FolderInUseError):
+            await mesh.prepare()
+        await mesh.clean_up()
+    assert weights.exists()
+    (folder / CLAIM).write_text("lake 1.0")
+    await mesh.clean_up()
+    assert not weights.exists()
+
+
+async def test_a_run_whose_folder_can_not_be_made_ends_without_a_report(factory: RayRunFactory, tmp_path: Path):
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "lake"
+    failed = record(folder, f"output_dir={folder}")
+    with pytest.raises(OSError, match="file"):
+        await factory.build_mesh(failed).prepare()
+    await factory.build_mesh(failed).clean_up()
+    await factory.write_report(failed)
 
 
 async def test_the_folder_of_an_active_run_is_locked_in_each_control_replica(factory: RayRunFactory, tmp_path: Path):
