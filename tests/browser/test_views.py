@@ -250,7 +250,9 @@ def test_curves_of_a_run_that_is_deleted_are_left_out_and_the_others_followed(
     page.locator(".u-series", has_text="pond").first.wait_for()
     httpx.delete(f"{control_url}/runs/pond").raise_for_status()
     page.get_by_role("alert").get_by_text("pond is left out: there is no run 'pond'").wait_for()
-    page.wait_for_function("![...document.querySelectorAll('.u-series')].some((each) => each.innerText.includes('pond'))")
+    page.wait_for_function(
+        "![...document.querySelectorAll('.u-series')].some((each) => each.innerText.includes('pond'))"
+    )
     with page.expect_request(lambda each: "/runs/lake/series" in each.url), Redis.from_url(redis_url) as redis:
         redis.hset(RunKeys("lake").progress, "step", 9)
     assert page.get_by_text("pond is left out").count() == 1
