@@ -5,8 +5,8 @@
 #
 # For run_nodes.sh beside it, and a RayJob (deploy/kubernetes). A run that exists is resumed, also one that is active in
 # Redis since a job that was killed; with OFFBEAT_STOP_OTHERS, other runs that such jobs have left active are stopped, as
-# this job's devices are for its own: the Redis must be the job's alone. The token is that of OFFBEAT_TOKEN_FILE, OFFBEAT_TOKEN, or runs/control/token in this
-# folder.
+# this job's devices are for its own: the Redis must be the job's alone. The token is that of OFFBEAT_TOKEN_FILE,
+# OFFBEAT_TOKEN, or runs/control/token in this folder.
 set -eu
 deploy=$1
 run=$2

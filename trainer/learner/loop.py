@@ -191,7 +191,7 @@ class Learner:
             self._reporter.record_rewind(self._step)
             self._evaluations.discard_after(self._step)
             self._batch_log.discard_after(self._step)
-            self._checkpointer.discard_score_after(self._step)
+        self._checkpointer.discard_score_after(self._step)
         self._evaluations.restart()
         self._curriculum.publish()
 

@@ -120,6 +120,17 @@ def test_a_run_resumed_from_an_earlier_step_keeps_no_batch_or_best_of_later_ones
     assert not (tmp_path / "checkpoints" / "best.json").exists()
 
 
+def test_a_best_whose_checkpoint_is_damaged_is_forgotten(tmp_path: Path) -> None:
+    """Redis may not know of its steps: it was emptied, or has told an earlier successor, which died."""
+    harness = LearnerHarness(tmp_path)
+    harness.learner()[0].run()
+    CheckpointStore(tmp_path / "checkpoints", keep=2, epoch=next(harness.epochs)).score(6, 0.9)
+    (tmp_path / "checkpoints" / "step-000006" / "learner.json").unlink()
+    learner, trainer = harness.learner(should_stop=lambda: len(trainer.history) == 4)
+    learner.run()
+    assert not (tmp_path / "checkpoints" / "best.json").exists()
+
+
 def test_a_run_that_is_resumed_after_its_last_step_only_evaluates(tmp_path: Path) -> None:
     harness = LearnerHarness(tmp_path)
     harness.learner()[0].run()
