@@ -29,10 +29,13 @@ def request() -> LoRARequest:
     return LoRARequest(NAME, NUMBER, NAME)
 
 
-def skip_vocabulary_layers(model: Any, manager: Any) -> None:
-    """Exclude embeddings and head, for which vLLM on a CPU gathers [tokens, rank, vocabulary]."""
+def skip_vocabulary_layers(model: Any, manager: Any, *, is_compiled: bool) -> None:
+    """Exclude embeddings and head, for which vLLM on a CPU gathers [tokens, rank, vocabulary].
+
+    is_compiled: code that reads the embeddings' wrapper is compiled by now, so these stay, without an adapter.
+    """
     for parent, name, layer in _wrap(model):
-        if isinstance(layer, VOCABULARY):
+        if isinstance(layer, LogitsProcessorWithLoRA if is_compiled else VOCABULARY):
             parent._modules[name] = layer.base_layer
             for path in [path for path, each in manager.modules.items() if each is layer]:
                 del manager.modules[path]

@@ -112,7 +112,11 @@ class WorkerExtension:
 
     def prepare_adapters(self) -> None:
         """Call once, before the first request."""
-        skip_vocabulary_layers(self.model_runner.get_model(), self.model_runner.lora_manager._adapter_manager)
+        manager, is_compiled = (
+            self.model_runner.lora_manager._adapter_manager,
+            not self.model_runner.model_config.enforce_eager,
+        )
+        skip_vocabulary_layers(self.model_runner.get_model(), manager, is_compiled=is_compiled)
 
     def take_adapter(self, folder: str) -> None:
         """Load an adapter, after its base if included; raises `LoadError`."""
