@@ -4,15 +4,23 @@ from collections.abc import Iterator
 
 from offbeat.deploy.config.device_plan import DevicePlan
 from offbeat.deploy.config.run import RunConfig
+from offbeat.trainer.config.aliases import ENGINE
 from offbeat.trainer.config.issue import ConfigIssue
 
 KEY = "weights.transport"
+QUANTIZATION = "quantization"
 
 
 def check_transport(config: RunConfig, plan: DevicePlan, *, owns_engines: bool) -> Iterator[ConfigIssue]:
     """Yield a transport between GPUs that these do not allow. owns_engines: as in `plan_devices`."""
     transport, on_gpus = config.weights.transport, "cpu" not in (config.actor_infer.device, config.actor_train.device)
     if transport not in ("ipc", "nccl"):
+        if config.uses_engine and owns_engines and (config.actor_infer.engine.model_extra or {}).get(QUANTIZATION):
+            yield ConfigIssue(
+                f"{ENGINE}.{QUANTIZATION}",
+                f"weights by {transport} are compared with the file once loaded, which quantized ones differ from: leave it "
+                f"out, or take {KEY} nccl, or ipc on the learner's GPU",
+            )
         return
     if not on_gpus:
         yield ConfigIssue(KEY, f"{transport} transfers tensors between GPUs: on a CPU take shm, or fs across hosts")

@@ -103,6 +103,15 @@ def test_a_machine_with_one_gpu_gets_its_transport(
     assert load_run(QUICKSTART, on_gpu[2:]).weights.transport == "shm"
 
 
+@pytest.mark.parametrize(("name", "is_refused"), [("shm", True), ("fs", True), ("nccl", False)])
+def test_quantized_weights_that_the_file_would_differ_from_are_refused(name: str, *, is_refused: bool) -> None:
+    quantized = {"strategy_args": {"strategy_config": {"quantization": "fp8"}}}
+    issues = list(check_devices(config(infer=quantized, weights={"transport": name}), TWO_NODES))
+    path = "actor_infer.strategy_args.strategy_config.quantization"
+    assert [issue.path for issue in issues] == [path] * is_refused
+    assert all("nccl, or ipc" in issue.message for issue in issues)
+
+
 @pytest.mark.parametrize(
     ("name", "nodes", "keys", "is_refused"),
     [
