@@ -8,10 +8,11 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from redis import Redis
 from redis import exceptions as redis_errors
@@ -21,6 +22,7 @@ from offbeat.services.keys import RunKeys
 from offbeat.services.redis.connection import local_address
 from offbeat.services.redis.errors import retryable
 
+Result = TypeVar("Result")
 PullParameters = dict[str, Any]
 """`init` and `update` for vLLM's engine, or `error`."""
 
@@ -76,6 +78,23 @@ class PullServer:
             reply = cast(Any, self._redis.blpop([key], timeout=CHECK_INTERVAL_S))
         if reply is None or reply[1] != b"ok":
             raise WeightsError(f"a replica did not load version {pull.version}")
+
+    def connect(self, pull: TensorPull, work: Callable[[], Result]) -> Result:
+        """Return what `work` does in a thread that is left behind, with `WeightsError`, once the replica is gone."""
+        future: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:  # of whoever waits
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="weights-connect", daemon=True).start()
+        while self._is_wanted(pull):
+            self._renew_holder()
+            if wait([future], timeout=CHECK_INTERVAL_S).done:
+                return future.result()
+        raise WeightsError(f"a replica that asked for version {pull.version} is gone")
 
     def _is_wanted(self, pull: TensorPull) -> bool:
         return pull.expires_at > time.time() and bool(self._redis.exists(_loader_key(self._keys, pull.pull_id)))

@@ -6,14 +6,14 @@ themselves.
 
 # pyright: basic
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource, WeightTransferUpdatePayload
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
 from offbeat.services.errors import WeightsError
 from offbeat.services.process import free_port
@@ -39,6 +39,8 @@ class PullServerClient:
         self._server = server
         self._source = source
         self._rendezvous = rendezvous
+        self.abort: Callable[[], None] = lambda: None
+        """End the learner's side of a transfer, called once the replica has failed or is gone."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Send the pull parameters before the trainer connects, as NCCL needs both ends."""
@@ -59,7 +61,11 @@ class PullServerClient:
         """Send the pull parameters once; wait until the replica has loaded."""
         if not self._rendezvous:
             self._server.answer(self._pull, {"init": self._init, "update": _plain(cast(dict[str, Any], update_info))})
-        self._server.wait_done(self._pull)
+        try:
+            self._server.wait_done(self._pull)
+        except WeightsError:
+            self.abort()
+            raise
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Do nothing; the replica finishes by itself."""
@@ -105,12 +111,21 @@ def send_ipc(held: dict[str, torch.Tensor], pull: TensorPull, server: PullServer
 
 
 def send_nccl(held: dict[str, torch.Tensor], pull: TensorPull, server: PullServer) -> None:
+    """Broadcast the weights to a replica; NCCL by itself would wait for ever for one that is gone."""
     source = HeldSource(held)
     port = free_port("")
     info = NCCLTrainerInitInfo(rank=0, master_address=server.address, master_port=port, world_size=1 + pull.workers)
     client = PullServerClient(pull, server, source, rendezvous=True)
-    with torch.cuda.device(next(iter(held.values())).device):
-        engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+    device = next(iter(held.values())).device
+
+    def connect() -> NCCLTrainerWeightTransferEngine:
+        with torch.cuda.device(device):
+            return NCCLTrainerWeightTransferEngine.trainer_init(info, client=client, source=source)
+
+    engine = server.connect(pull, connect)
+    if engine.model_update_group is not None:
+        client.abort = engine.model_update_group.destroy
+    with torch.cuda.device(device):
         try:
             engine.send_weights()
         finally:

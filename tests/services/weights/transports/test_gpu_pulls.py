@@ -4,6 +4,7 @@ import json
 import select
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -252,3 +253,25 @@ def test_a_weights_query_during_a_redis_outage_is_retryable(
         replica = DeviceTransport("ipc", RUN, nowhere)
         with pytest.raises(RetryableError, match=r"^Redis does not answer: "):
             replica.readable(manifest)
+
+
+def test_a_connection_to_a_replica_that_is_gone_is_given_up(
+    server: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL waits for its peer without a limit."""
+    monkeypatch.setattr(gpu_pulls, "CHECK_INTERVAL_S", 0.05)
+    desk, ended = PullServer(server, RUN, "token"), threading.Event()
+    pull = TensorPull("one", 7, 1, time.time() + 60)
+    loader = RunKeys(RUN).key("pull", pull.pull_id, "loader")
+    server.set(loader, "", ex=60)
+    assert desk.connect(pull, lambda: "connected") == "connected"
+    gone = threading.Timer(0.3, server.delete, [loader])
+    gone.start()
+    try:
+        with pytest.raises(WeightsError, match="asked for version 7 is gone"):
+            desk.connect(pull, ended.wait)
+        assert gpu_pulls.holder(server, RUN) == "token"
+    finally:
+        ended.set()
+        gone.join()
+        desk.leave()
