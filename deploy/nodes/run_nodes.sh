@@ -3,8 +3,9 @@
 #
 #   OFFBEAT_SECRET=... run_nodes.sh HEAD NUM_NODES RUN_FILE [KEY=VALUE]...
 #
-# HEAD is the address of the node that gets Ray's head, Redis and the control service. OFFBEAT_SECRET is the same everywhere;
-# the password of Redis, the API's token and Ray's are derived from it. RAY_START holds options of `ray start`.
+# HEAD is the address of the node that gets Ray's head, Redis and the control service. OFFBEAT_SECRET is the same everywhere,
+# and another one in each job: the password of Redis, the API's token, Ray's and the job's id are derived from it. RAY_START
+# holds options of `ray start`.
 # The current folder holds runs/; where nodes share it, runs can have fs weights in it, else weights.url names a bucket.
 # One job at a time uses a folder: every node of it locks runs/redis/job, which has its id. A second job waits ATTEMPTS
 # seconds, in which the nodes of one that has ended leave, and is refused.
