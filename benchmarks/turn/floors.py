@@ -114,7 +114,8 @@ class ForwardAlone:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.set_num_threads(self._threads)
-        torch.set_default_device(self._device)
+        if self._device != "cpu":  # a default costs each operation time
+            torch.set_default_device(self._device)
         config = AutoConfig.from_pretrained(self._model, trust_remote_code=False)
         dtype = getattr(torch, self._dtype)
         # any weights cost the same
