@@ -7,7 +7,7 @@
 --
 -- `version` of `progress` goes back in reconcile.lua of the buffer alone. A version that is not newer is a replay and is left alone, unless every
 -- manifest from that version on is among those whose bytes are gone (or none is left): then it is announced again, and `step` goes back to it, so that
--- nothing waits for weights that nobody has.
+-- nothing waits for weights that do not exist.
 local epoch, version = tonumber(ARGV[1]), tonumber(ARGV[2])
 local current = tonumber(redis.call('GET', KEYS[1]) or '0')
 if epoch < current then

@@ -3,7 +3,7 @@
 Invariants: versions are announced in order, one at a time; the next call raises an announcement's error;
 `progress.version` never decreases, unless acknowledged checkpoints are given up (the buffer's reconcile.lua); the base of
 a delta or adapter is kept while a kept version names it. An existing version is ignored, unless its bytes and all newer
-ones are gone: then it is announced again, and admission goes on from its step (`progress.step`). An announcement that
+ones are gone: then it is announced again, and admission continues from its step (`progress.step`). An announcement that
 meets another incarnation is dropped; the learner publishes again after reconciling.
 """
 

@@ -11,9 +11,10 @@ Sleep = Callable[..., None]
 """Method of vLLM's worker: (worker, level)."""
 
 
-def beside_others(sleep: Sleep) -> Sleep:
-    """Ignore what others allocate meanwhile: the check, which would take the engine out of service, reads the whole GPU's
-    memory, and comes after all is freed.
+def tolerate_memory_growth(sleep: Sleep) -> Sleep:
+    """Return a sleep that ignores what other processes allocate meanwhile.
+
+    vLLM's check reads the memory of the whole GPU, and fails after all of the worker's is freed.
     """
 
     @wraps(sleep)

@@ -31,7 +31,7 @@ from offbeat.services.generation.vllm.lora import (
     take_adapter,
     unwrap,
 )
-from offbeat.services.generation.vllm.sleeping import beside_others
+from offbeat.services.generation.vllm.sleeping import tolerate_memory_growth
 from offbeat.services.generation.vllm.staging import Staging, can_stage
 from offbeat.services.process import die_with_parent
 
@@ -112,11 +112,9 @@ class WorkerExtension:
 
     def prepare_adapters(self) -> None:
         """Call once, before the first request."""
-        manager, is_compiled = (
-            self.model_runner.lora_manager._adapter_manager,
-            not self.model_runner.model_config.enforce_eager,
-        )
-        skip_vocabulary_layers(self.model_runner.get_model(), manager, is_compiled=is_compiled)
+        runner = self.model_runner
+        is_compiled = not runner.model_config.enforce_eager
+        skip_vocabulary_layers(runner.get_model(), runner.lora_manager._adapter_manager, is_compiled=is_compiled)
 
     def take_adapter(self, folder: str) -> None:
         """Load an adapter, after its base if included; raises `LoadError`."""
@@ -150,7 +148,7 @@ for _architecture, _class in (
     ("Qwen2_5_VLForConditionalGeneration", "Qwen25VL"),
 ):
     ModelRegistry.register_model(_architecture, f"offbeat.services.generation.vllm.vision:{_class}")
-Worker.sleep = beside_others(Worker.sleep)
+Worker.sleep = tolerate_memory_growth(Worker.sleep)
 cpu_kernels.register()
 # vLLM collects garbage three times while it starts, and would walk all that was imported each time
 gc.freeze()

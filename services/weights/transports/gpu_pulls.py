@@ -79,8 +79,8 @@ class PullServer:
         if reply is None or reply[1] != b"ok":
             raise WeightsError(f"a replica did not load version {pull.version}")
 
-    def connect(self, pull: TensorPull, work: Callable[[], Result]) -> Result:
-        """Return what `work` does in a thread that is left behind, with `WeightsError`, once the replica is gone."""
+    def run_for(self, pull: TensorPull, work: Callable[[], Result]) -> Result:
+        """Run `work` in a thread and return its result; leave it and raise `WeightsError` once the replica is gone."""
         future: Future[Result] = Future()
 
         def run() -> None:
@@ -89,7 +89,7 @@ class PullServer:
             except BaseException as error:  # of whoever waits
                 future.set_exception(error)
 
-        threading.Thread(target=run, name="weights-connect", daemon=True).start()
+        threading.Thread(target=run, name="weights-work", daemon=True).start()
         while self._is_wanted(pull):
             self._renew_holder()
             if wait([future], timeout=CHECK_INTERVAL_S).done:
@@ -132,7 +132,7 @@ def open_pull(redis: Redis, run_id: str, version: int, *, workers: int, timeout_
     keys = RunKeys(run_id)
     pull = TensorPull(uuid.uuid4().hex, version, workers, time.time() + timeout_s)
     request = {name: getattr(pull, name) for name in TensorPull.__slots__}
-    with _living(redis, _loader_key(keys, pull.pull_id)):
+    with _heartbeat(redis, _loader_key(keys, pull.pull_id)):
         with _translate_redis_errors():
             redis.rpush(keys.key("pulls"), json.dumps(request))
             reply = cast(Any, redis.blpop([keys.key("pull", pull.pull_id)], timeout=timeout_s))
@@ -153,8 +153,8 @@ def open_pull(redis: Redis, run_id: str, version: int, *, workers: int, timeout_
 
 
 @contextmanager
-def _living(redis: Redis, key: str) -> Iterator[None]:
-    """Keep a key, which expires soon after the death of this process."""
+def _heartbeat(redis: Redis, key: str) -> Iterator[None]:
+    """Renew a key, which expires soon after the death of this process."""
     ended = threading.Event()
 
     def renew() -> None:

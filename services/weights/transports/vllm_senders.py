@@ -122,7 +122,7 @@ def send_nccl(held: dict[str, torch.Tensor], pull: TensorPull, server: PullServe
         with torch.cuda.device(device):
             return NCCLTrainerWeightTransferEngine.trainer_init(info, client=client, source=source)
 
-    engine = server.connect(pull, connect)
+    engine = server.run_for(pull, connect)
     if engine.model_update_group is not None:
         client.abort = engine.model_update_group.destroy
     with torch.cuda.device(device):

@@ -186,7 +186,7 @@ async def test_lost_versions_are_announced_again(server: redis.Redis, redis_url:
         resumed.publish(3)
         resumed.publisher.flush()
         assert await read(redis_url, config) == (3, 3.0)
-        assert progress(server) == {b"version": b"5", b"step": b"3"}, "admission goes on from what can be read"
+        assert progress(server) == {b"version": b"5", b"step": b"3"}, "admission continues from what can be read"
         for version in (4, 5, 6):
             resumed.publish(version)
     assert await read(redis_url, config) == (6, 6.0)

@@ -2,7 +2,6 @@
 processes: tests/integration/test_learner_engine.py."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,10 @@ from torch import Tensor
 
 from offbeat.trainer.checks.learner import check_learner
 from offbeat.trainer.config.actor_train import ModelArgs, StrategyArgs, TrainingArgs
-from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.engines.base import Hyperparameters
 from offbeat.trainer.engines.fsdp2 import FSDP2Engine
-from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
+from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.loading import load_critic, load_policy
-from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.integration.learner_rank import SMOOTH, fixed_batch
 from tests.trainer.engines.comparing import (
     assert_offloading_changes_nothing,
@@ -36,20 +33,6 @@ from tests.trainer.learner.harness import learner_config
 pytestmark = pytest.mark.slow
 
 HYPER = Hyperparameters(learning_rate=1e-2, weight_decay=0.1)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("policy")
-    write_tiny_policy(path, TinyPolicyConfig(num_hidden_layers=2), ["a", "b", "c", "d"])
-    return path
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    torch.set_num_threads(1)
-    with process_group(alone := ranks_of_environment("cpu")):
-        yield alone
 
 
 def engine(folder: Path, ranks: Ranks, dtype: str = "float32", training: TrainingArgs = SMOOTH) -> FSDP2Engine:

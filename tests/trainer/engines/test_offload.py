@@ -1,6 +1,6 @@
 """States of engines with adapters, between two turns: on a CPU, a copy stands for the other device's memory."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from offbeat.trainer.config.actor_train import ModelArgs, StrategyArgs
-from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.engines.deepspeed import DeepSpeedEngine
-from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
+from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.loading import load_policy
-from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.integration.learner_rank import SMOOTH, fixed_batch
 from tests.trainer.engines.comparing import STEP, assert_same, nll, weights_of
 
@@ -30,20 +28,6 @@ class CopiesToDevices(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         is_move = func is Tensor.to and len(args) > 1 and not isinstance(args[1], torch.dtype | Tensor)
         return result.clone() if is_move and result is args[0] else result
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("policy")
-    write_tiny_policy(path, TinyPolicyConfig(num_hidden_layers=2), ["a", "b", "c", "d"])
-    return path
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    torch.set_num_threads(1)
-    with process_group(ranks_of_environment("cpu")) as alone:
-        yield alone
 
 
 def adapted(folder: Path, ranks: Ranks, stage: int, dtype: str) -> DeepSpeedEngine:

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from offbeat.services.generation.vllm.sleeping import MEMORY_GREW, beside_others
+from offbeat.services.generation.vllm.sleeping import MEMORY_GREW, tolerate_memory_growth
 
 
 def test_memory_that_others_take_meanwhile_does_not_fail_a_sleep() -> None:
@@ -15,8 +15,8 @@ def test_memory_that_others_take_meanwhile_does_not_fail_a_sleep() -> None:
         levels.append(level)
         raise AssertionError(f"{MEMORY_GREW}.")
 
-    beside_others(sleep)(object())
-    beside_others(sleep)(object(), level=2)
+    tolerate_memory_growth(sleep)(object())
+    tolerate_memory_growth(sleep)(object(), level=2)
     assert levels == [1, 2]
 
 
@@ -26,7 +26,7 @@ def test_other_errors_of_a_sleep_are_raised() -> None:
         raise AssertionError("not asleep")
 
     with pytest.raises(AssertionError, match="not asleep"):
-        beside_others(sleep)(object())
+        tolerate_memory_growth(sleep)(object())
 
 
 @pytest.mark.slow

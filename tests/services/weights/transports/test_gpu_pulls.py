@@ -264,12 +264,12 @@ def test_a_connection_to_a_replica_that_is_gone_is_given_up(
     pull = TensorPull("one", 7, 1, time.time() + 60)
     loader = RunKeys(RUN).key("pull", pull.pull_id, "loader")
     server.set(loader, "", ex=60)
-    assert desk.connect(pull, lambda: "connected") == "connected"
+    assert desk.run_for(pull, lambda: "connected") == "connected"
     gone = threading.Timer(0.3, server.delete, [loader])
     gone.start()
     try:
         with pytest.raises(WeightsError, match="asked for version 7 is gone"):
-            desk.connect(pull, ended.wait)
+            desk.run_for(pull, ended.wait)
         assert gpu_pulls.holder(server, RUN) == "token"
     finally:
         ended.set()
