@@ -37,7 +37,7 @@ def make_adapter(policy: Path, folder: Path, targets: list[str], seed: int, base
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
-            parameter.data.normal_(std=0.3, generator=generator)
+            parameter.data.normal_(std=0.15, generator=generator)
     model.save_pretrained(str(folder))
     return model.eval()
 

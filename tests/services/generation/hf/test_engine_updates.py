@@ -130,7 +130,7 @@ async def test_an_adapter_is_served_on_its_base_and_replaced(start: Start, tmp_p
         generator = torch.Generator().manual_seed(version)
         for name, parameter in peft.named_parameters():
             if "lora_" in name:
-                parameter.data.normal_(std=0.3, generator=generator)
+                parameter.data.normal_(std=0.15, generator=generator)
         folder = tmp_path / f"adapter-{version}"
         peft.save_pretrained(str(folder))
         settings = json.loads((folder / "adapter_config.json").read_text())
