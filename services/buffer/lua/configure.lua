@@ -22,6 +22,7 @@ for place, change in ipairs(redis.call('LRANGE', CHANGES, 0, -1)) do
   if redis.call('HEXISTS', ADOPTED, place - 1) == 1 then apply_change(change) end
 end
 redis.pcall('XGROUP', 'CREATE', STREAM, LEARNER, '0', 'MKSTREAM')
+forget_scanned()
 local incarnation = redis.call('GET', INCARNATION)
 if not incarnation or uid_of(incarnation) ~= uid then
   local number = incarnation and number_of(incarnation) + 1 or 1

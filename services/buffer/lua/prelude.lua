@@ -19,6 +19,8 @@
 --   blobs:<unit>      hash    member -> trajectory; of a group until it is acknowledged or dropped. Of a complete group also
 --                             <role>@<digest> -> score, and ?<role>@<digest> -> the scorer that has claimed it, and until when
 --   scored            stream  groups that were scored, trimmed
+--   scanned           hash    key of a score -> newest entry id of the stream that `unscored` takes into account
+--   unscored:<key>    zset    entries up to that one which may lack the score -> their order
 --   queue:t, queue:e  lists   unclaimed members, as tokens <unit>:<member>
 --   claims:<worker>   hash    token -> attempt:nonce
 --   worker:<worker>   hash    session and nonce of its last claim
@@ -56,7 +58,7 @@ local STREAM, WORKERS, LIFE, QUARANTINE = ROOT .. ':stream', ROOT .. ':workers',
 local QUEUE_TRAIN, QUEUE_EVAL = ROOT .. ':queue:t', ROOT .. ':queue:e'
 local LEARNER = 'learner'
 local SAMPLER, SCORED, IDLE = ROOT .. ':sampler', ROOT .. ':scored', ROOT .. ':idle'
-local REFILLED = ROOT .. ':refilled'
+local REFILLED, SCANNED = ROOT .. ':refilled', ROOT .. ':scanned'
 local LIFE_KEPT, BELL_KEPT, REASONS_KEPT = 100000, 128, 64
 local UNPACKED = 1000 -- maximum arguments per command; even, to keep pairs together
 
@@ -64,6 +66,7 @@ local function meta_key(unit) return ROOT .. ':unit:' .. unit end
 local function blobs_key(unit) return ROOT .. ':blobs:' .. unit end
 local function claims_key(worker) return ROOT .. ':claims:' .. worker end
 local function worker_key(worker) return ROOT .. ':worker:' .. worker end
+local function unscored_key(key) return ROOT .. ':unscored:' .. key end
 local function bell_key(worker) return ROOT .. ':bell:' .. worker end
 local function is_group(unit) return string.sub(unit, 1, 1) == 't' end
 local function queue_of(unit) return is_group(unit) and QUEUE_TRAIN or QUEUE_EVAL end
@@ -135,6 +138,12 @@ local function refilled_until(step)
   end
   table.sort(rows, function(a, b) return tonumber(a[1]) < tonumber(b[1]) end)
   return rows
+end
+
+-- Let scorers examine the whole stream again: groups may need scores once more, and keys may be out of use.
+local function forget_scanned()
+  for _, key in ipairs(redis.call('HKEYS', SCANNED)) do redis.call('DEL', unscored_key(key)) end
+  redis.call('DEL', SCANNED)
 end
 
 -- True for a learner that a newer one has replaced (or whose lease this Redis never gave).

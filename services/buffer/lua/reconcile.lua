@@ -177,6 +177,7 @@ end
 restore_limits()
 lift_events()
 lift_metrics()
+forget_scanned()
 local refilled = refilled_until(proof.step)
 for _, number in ipairs(redis.call('HKEYS', REFILLED)) do unmark_refilled(number) end
 for _, row in ipairs(proof.saved) do save(row[1], row[2]) end

@@ -11,6 +11,7 @@ from offbeat.services.buffer.scores import (
     RedisScoreQueue,
     ScoreRefusedError,
 )
+from offbeat.services.buffer.api import Proof
 from offbeat.services.buffer.scripts import BufferKeys
 from offbeat.services.errors import ForeignRunError
 from tests.services.buffer.buffer_play import RUN, Run, run_uid
@@ -22,6 +23,19 @@ VALUES = np.arange(3, dtype="<f4").tobytes()
 
 def queue(run: Run, scorer: str, *, key: str = KEY, lease_s: float = 30.0) -> RedisScoreQueue:
     return RedisScoreQueue(run.redis, RUN, run_uid(run.redis), scorer, key, lease_s=lease_s)
+
+
+def add_scored_groups(run: Run, count: int) -> None:
+    keys = BufferKeys(RUN)
+    with run.redis.pipeline(transaction=False) as pipe:
+        for number in range(1_000_000, 1_000_000 + count):
+            pipe.xadd(keys.stream, {"n": number, "v": 0, "t": "1.0"})
+            pipe.hset(f"{keys.root}:blobs:t:{number}", mapping={"0": b"", KEY: b"v"})
+        pipe.execute()
+
+
+def count_commands(run: Run) -> int:
+    return sum(row["calls"] for row in run.redis.info("commandstats").values())  # type: ignore[union-attr]
 
 
 def claimed(queue: RedisScoreQueue) -> int | None:
@@ -138,3 +152,55 @@ async def test_a_new_group_wakes_an_idle_scorer(run: Run):
     await run.complete_groups(1)
     a.wait_for_group(30.0)
     assert claimed(a) == 0
+
+
+@pytest.mark.parametrize("num_scored", [50, 3000])
+async def test_a_claim_does_not_pass_over_groups_that_are_scored(run: Run, num_scored: int):
+    """They stay in the stream until the checkpoint: a claim that reads them costs more with every step since."""
+    a = queue(run, "a")
+    add_scored_groups(run, num_scored)
+    assert a.claim().num_missing == 0
+    await run.complete_groups(1)
+    run.redis.config_resetstat()
+    assert a.claim().num_missing == 1
+    assert count_commands(run) < 30
+
+
+async def test_a_claim_does_not_pass_over_groups_that_wait(run: Run):
+    await run.complete_groups(4)
+    a = queue(run, "a")
+    counts = []
+    for number in range(4):
+        run.redis.config_resetstat()
+        claim = a.claim()
+        counts.append(count_commands(run))
+        assert claim.claimed is not None
+        assert (claim.claimed.number, claim.num_missing) == (number, 4 - number)
+        assert a.submit(number, VALUES)
+    assert counts[1] == counts[2] == counts[3]
+
+
+async def test_a_group_that_leaves_unscored_is_missing_no_more(run: Run):
+    await run.complete_groups(3)
+    a = queue(run, "a")
+    assert a.claim().num_missing == 3
+    first = run.learner.take(0)
+    second = run.learner.take(0)
+    assert first is not None
+    assert second is not None
+    run.learner.drop(first, "stale")
+    run.learner.refill(second, "zero_variance", 1)
+    claim = a.claim()
+    assert claim.claimed is not None
+    assert (claim.claimed.number, claim.num_missing) == (2, 1)
+
+
+async def test_a_reconciled_group_is_scored_although_its_score_was_known(run: Run):
+    """A group that was refilled needs no score, until a reconciliation finds that its step did not happen."""
+    await run.complete_groups(1)
+    taken = run.learner.take(0)
+    assert taken is not None
+    run.learner.refill(taken, "zero_variance", 1)
+    assert claimed(queue(run, "a")) is None
+    run.next_learner().reconcile(Proof(saved=[], step=0, num_trained=0, next_number=1))
+    assert claimed(queue(run, "a")) == 0
