@@ -4,7 +4,7 @@ Invariants: new adapters change no output; only adapters are trained; checkpoint
 Hugging Face names.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,21 +32,49 @@ def add_adapters(model: nn.Module, args: ModelArgs, seed: int) -> None:
     Raises:
         ValueError: a layer is unknown, not linear, or shares its weight.
     """
-    from peft import LoraConfig, inject_adapter_in_model  # noqa: PLC0415
-    from peft.tuners.lora import Linear  # noqa: PLC0415
-
-    names, alpha = args.lora_targets, args.adapter_alpha
-    config = LoraConfig(r=args.lora_rank, lora_alpha=alpha, target_modules=names)  # pyright: ignore[reportArgumentType]
+    paths = _target_paths(model, args)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(config, model, ADAPTER)
+        inject_adapters(model, paths, rank=args.lora_rank, alpha=args.adapter_alpha, name=ADAPTER)
+
+
+def inject_adapters(model: nn.Module, paths: Sequence[str], *, rank: int, alpha: float, name: str) -> None:
+    """Adapt the linear layers of exactly these paths."""
+    from peft import LoraConfig, inject_adapter_in_model  # slow to import  # noqa: PLC0415
+
+    # PEFT maps names such as gate_proj, also in full paths, to the stacked experts of a mixture that it knows by its config
+    wrapper = nn.Module()
+    wrapper.model = model
+    targets = [f"model.{path}" for path in paths]
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets)  # pyright: ignore[reportArgumentType]
+    inject_adapter_in_model(config, wrapper, name)
+
+
+def linear_paths(model: nn.Module) -> dict[str, nn.Linear]:
+    """Return all linear layers, the output embedding included; stacked experts and their routers are none."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+
+
+def _target_paths(model: Any, args: ModelArgs) -> list[str]:
+    linear, names = linear_paths(model), args.lora_targets
+    target, kind = f"lora_target {args.lora_target!r}", type(model).__name__
+    if isinstance(names, str):
+        head = model.get_output_embeddings()
+        if paths := [path for path, layer in linear.items() if layer is not head]:
+            return paths
+        raise ValueError(f"{target} names no layer, as {kind} has no torch.nn.Linear: leave it out")
+    endings = tuple(f".{name}" for name in names)
+    paths = [path for path, _ in model.named_modules() if f".{path}".endswith(endings)]
     shared = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    for name, layer in adapted_layers(model).items():
-        if not isinstance(layer, Linear) or id(layer.base_layer.weight) in shared:
+    for path in paths:
+        if path not in linear or id(linear[path].weight) in shared:
             raise ValueError(
-                f"lora_target {args.lora_target!r} names {name}, which is not a linear layer with an unshared weight: "
-                "name other layers, or set all-linear"
+                f"{target} names {path}, which is not a linear layer with an unshared weight (stacked experts and their "
+                "routers are none): name other layers, or set all-linear"
             )
+    if not paths:
+        raise ValueError(f"{target} names no layer of {kind}: name linear layers, or set all-linear")
+    return paths
 
 
 @contextmanager

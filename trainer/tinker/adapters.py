@@ -4,7 +4,6 @@ Invariants: an adapter's initial weights depend only on its seed, and change no 
 base's type; adapters do not affect each other.
 """
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from offbeat.services.errors import CodecError
 from offbeat.services.tinker.records import Lora
 from offbeat.trainer.config.actor_train import ModelArgs
-from offbeat.trainer.models.lora import PREFIX, adapted_layers, save_adapter
+from offbeat.trainer.models.lora import PREFIX, adapted_layers, inject_adapters, linear_paths, save_adapter
 from offbeat.trainer.models.packing import Packing
 from offbeat.trainer.models.policy import PackedPolicy, packed_kwargs
 
@@ -54,8 +53,6 @@ class AdapterPool:
 
     def add(self, lora: Lora) -> str:
         """Add an adapter; return its name. Raises CodecError if the base model has none of its layers."""
-        from peft import LoraConfig, inject_adapter_in_model  # slow to import  # noqa: PLC0415
-
         kinds = _kinds(lora)
         if not (layers := [path for kind in kinds for path in self._layers[kind]]):
             wanted = " and ".join(f"train_{kind}" for kind in kinds)
@@ -64,22 +61,15 @@ class AdapterPool:
             )
         self._created += 1
         name = f"adapter{self._created}"
-        config = LoraConfig(r=lora.rank, lora_alpha=ALPHA, target_modules=layers)  # pyright: ignore[reportArgumentType]
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", ".*tie_word_embeddings.*"
-            )  # the output embeddings' adapter is never merged
-            warnings.filterwarnings("ignore", ".*Already found a `peft_config`.*")
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(lora.seed)
-            inject_adapter_in_model(config, self.policy.model, name)
+            inject_adapters(self.policy.model, layers, rank=lora.rank, alpha=ALPHA, name=name)
         self._make_trainable()
         for parameter in self.parameters(name).values():
             parameter.data = parameter.data.float()  # PEFT takes the base's type, in which small steps are lost
         return name
 
     def remove(self, name: str) -> None:
-        model: Any = self.policy.model
-        del model.peft_config[name]
         for layer in self._adapted:
             layer.delete_adapter(name)
         self._make_trainable()
@@ -144,10 +134,9 @@ def _classify(model: Any) -> dict[str, list[str]]:
     """Return the paths of linear layers: attention, MLP, and output embeddings."""
     head = model.get_output_embeddings()
     layers: dict[str, list[str]] = {"attn": [], "mlp": [], "unembed": []}
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            is_attention = any(part in path.lower() for part in ATTENTION)
-            layers["unembed" if module is head else "attn" if is_attention else "mlp"].append(path)
+    for path, module in linear_paths(model).items():
+        is_attention = any(part in path.lower() for part in ATTENTION)
+        layers["unembed" if module is head else "attn" if is_attention else "mlp"].append(path)
     return layers
 
 

@@ -1,6 +1,6 @@
 """Checks of LoRA adapters, and of their publication."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from offbeat.deploy.config.checks.weight_files import weight_shapes
 from offbeat.deploy.config.run import RunConfig
@@ -15,6 +15,8 @@ TINY_LAYERS = (
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
 )
 """Linear layers of each of the tiny policy's."""
+ROUTERS = ("gate", "router")
+"""Names of a mixture's router, beside its experts."""
 
 
 def check_shared_engine(config: RunConfig) -> Iterator[ConfigIssue]:
@@ -42,33 +44,44 @@ def check_shared_engine(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def check_targets(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield targets of adapters that name no layer; PEFT ignores them beside others that do."""
+    """Yield targets of adapters that name no layer; the learner ignores them beside others that do."""
     targets = config.actor_train.model_args.lora_targets
     if config.actor_train.model_args.lora_target is None or isinstance(targets, str):
         return
-    layers = _linear_layers(config)
-    unknown = [
-        target
-        for target in targets
-        if target not in VOCABULARY_LAYERS and not any(f".{layer}".endswith(f".{target}") for layer in layers)
-    ]
-    if layers and unknown:
-        known = ", ".join(sorted({layer.rsplit(".", 1)[-1] for layer in layers} - set(VOCABULARY_LAYERS)))
-        yield ConfigIssue(TARGET_KEY, f"the model has no layer {', '.join(unknown)}: take of {known}, or all-linear")
+    layers, experts = _linear_layers(config)
+    if not layers:
+        return
+    unknown = [target for target in targets if target not in VOCABULARY_LAYERS and not _is_named(target, layers)]
+    stacked = [target for target in unknown if _is_named(target, experts)]
+    known = ", ".join(sorted({layer.rsplit(".", 1)[-1] for layer in layers} - set(VOCABULARY_LAYERS)))
+    if stacked:
+        yield ConfigIssue(
+            TARGET_KEY,
+            f"{', '.join(stacked)} are of experts and their router alone, which are stacked in memory and take no adapter: "
+            f"take of {known}, or all-linear",
+        )
+    if absent := [target for target in unknown if target not in stacked]:
+        yield ConfigIssue(TARGET_KEY, f"the model has no layer {', '.join(absent)}: take of {known}, or all-linear")
 
 
-def _linear_layers(config: RunConfig) -> list[str]:
-    """Return names of layers with matrices; none if the files do not contain them, as those of experts, which are merged."""
+def _is_named(target: str, layers: Iterable[str]) -> bool:
+    return any(f".{layer}".endswith(f".{target}") for layer in layers)
+
+
+def _linear_layers(config: RunConfig) -> tuple[list[str], list[str]]:
+    """Return layers with matrices, and those of experts and routers, as files name them; none if unreadable."""
     if config.pretrain == "tiny":
         numbers = range(0 if config.tiny.vision is not None else config.tiny.num_hidden_layers)
-        return [f"model.layers.{number}.{name}" for number in numbers for name in TINY_LAYERS]
+        return [f"model.layers.{number}.{name}" for number in numbers for name in TINY_LAYERS], []
     try:
         shapes = list(weight_shapes(config.pretrain))
     except (OSError, ValueError):
-        return []  # an unreadable model has its own error
-    if any(".experts." in name for name, _ in shapes):
-        return []
-    return [name.removesuffix(".weight") for name, shape in shapes if name.endswith(".weight") and len(shape) == 2]
+        return [], []  # an unreadable model has its own error
+    mixtures = {name.partition(".experts.")[0] for name, _ in shapes if ".experts." in name}
+    routers = {f"{mixture}.{name}.weight" for mixture in mixtures for name in ROUTERS}
+    others = {name for name, _ in shapes if ".experts." in name or name in routers}
+    layers = [name for name, shape in shapes if name.endswith(".weight") and len(shape) == 2 and name not in others]
+    return [name.removesuffix(".weight") for name in layers], [name.removesuffix(".weight") for name in others]
 
 
 def check_lora(config: RunConfig) -> Iterator[ConfigIssue]:

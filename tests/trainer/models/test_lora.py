@@ -14,11 +14,12 @@ from offbeat.trainer.data.batch import microbatches, pack
 from offbeat.trainer.engines.frozen import AdapterFreeReference
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.loading import load_policy
-from offbeat.trainer.models.lora import merged_weights, save_adapter, without_adapters
+from offbeat.trainer.models.lora import adapted_layers, merged_weights, save_adapter, without_adapters
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
 from tests.fakes import make_group, train_on
+from tests.families import write_family
 from tests.trainer.plain_engine import PlainEngine
 
 GROUPS = [make_group(n, rewards=(0.0, 1.0, 1.0, 0.5)) for n in range(3)]
@@ -139,6 +140,50 @@ def test_the_adapters_start_depends_on_the_seed_alone(folder: Path) -> None:
 def test_a_layer_without_adapter_support_is_refused_by_name(folder: Path, target: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_policy(folder, ModelArgs(lora_target=target), seed=1)
+
+
+ATTENTION = {f"self_attn.{name}_proj" for name in "qkvo"}
+LATENT = {f"self_attn.{name}" for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")}
+DENSE = {f"mlp.{middle}{name}_proj" for middle in ("", "shared_experts.") for name in ("gate", "up", "down")}
+
+
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [
+        ("qwen3_moe", ATTENTION),
+        ("mixtral", ATTENTION),
+        ("glm4_moe", ATTENTION | DENSE),
+        ("deepseek_v3", LATENT | DENSE),
+    ],
+)
+def test_all_linear_adapts_a_mixture_of_experts_but_not_its_experts(
+    family: str, layers: set[str], tmp_path: Path
+) -> None:
+    """PEFT would map the names of dense layers to the stacked experts, which can't be merged."""
+    write_family(tmp_path, family)
+    args = ModelArgs(lora_target="all-linear", lora_rank=2)
+    policy = load_policy(tmp_path, args, seed=1)
+    assert {name.split(".", 4)[-1] for name in adapted_layers(policy)} == layers
+    plain = published(load_policy(tmp_path, ModelArgs(), seed=1))
+    assert plain.keys() == published(policy).keys()
+    named = load_policy(tmp_path, ModelArgs(lora_target="o_proj"), seed=1)
+    assert {name.rpartition(".")[2] for name in adapted_layers(named)} == {"o_proj"}
+
+
+@pytest.mark.parametrize("target", ["experts", "gate"])
+def test_stacked_experts_and_routers_are_refused_by_name(target: str, tmp_path: Path) -> None:
+    write_family(tmp_path, "qwen3_moe")
+    with pytest.raises(
+        ValueError, match=rf"names model.layers.0.mlp.{target}, which is not a linear layer.*stacked experts"
+    ):
+        load_policy(tmp_path, ModelArgs(lora_target=target), seed=1)
+
+
+def test_a_model_without_linear_layers_is_not_told_to_set_all_linear(tmp_path: Path) -> None:
+    """GPT-2 has layers of a class of its own, whose weights are transposed."""
+    write_family(tmp_path, "gpt2")
+    with pytest.raises(ValueError, match=r"has no torch.nn.Linear: leave it out"):
+        load_policy(tmp_path, ModelArgs(lora_target="all-linear"), seed=1)
 
 
 def test_a_rank_without_a_target_is_refused() -> None:

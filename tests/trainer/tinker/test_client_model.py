@@ -222,6 +222,13 @@ def test_an_adapter_of_experts_alone_is_refused(tmp_path: Path) -> None:
     assert {name.rsplit(".", 3)[1] for name in names} == {"q_proj", "k_proj", "v_proj", "o_proj", "lm_head"}
 
 
+def test_dense_layers_of_a_mixture_of_experts_are_adapted(tmp_path: Path) -> None:
+    pool = make_pool(tmp_path / "base", family="glm4_moe")
+    names = pool.parameters(pool.add(Lora(rank=2, seed=0, train_attn=False, train_unembed=False)))
+    dense = {f"{middle}{name}_proj" for middle in ("", "shared_experts.") for name in ("gate", "up", "down")}
+    assert {name.partition(".mlp.")[2].partition(".lora_")[0] for name in names} == dense
+
+
 def test_initial_weights_depend_on_the_seed_alone(pool: AdapterPool) -> None:
     first = weights(ClientModel(pool, LORA))
     ClientModel(pool, Lora(rank=4, seed=8))

@@ -55,16 +55,35 @@ def test_targets_that_name_no_layer_are_rejected_with_those_that_do(target: str)
     assert problems([f"{TARGET}='layers.1.self_attn.q_proj,up_proj'"]) == {}
 
 
-@pytest.mark.parametrize(("layer", "is_refused"), [("mlp", True), ("mlp.experts.0", False)])
-def test_layers_of_a_model_are_those_of_its_weights(tmp_path: Path, layer: str, is_refused: bool) -> None:
-    """Experts are merged when a model is loaded, so that their files do not contain its layers."""
-    weights = {f"model.layers.0.{layer}.fc1.weight": torch.zeros(2, 2), "model.norm.weight": torch.zeros(2)}
-    save_file(weights, tmp_path / "model.safetensors")
-    overrides = [f"pretrain={tmp_path}", f"{TARGET}='fc1,norm'"]
-    config = validate_tree(compose_tree(CONFIGS / "recipes" / "lora.yaml", overrides))
-    assert [each.message for each in check_targets(config)] == (
-        ["the model has no layer norm: take of fc1, or all-linear"] if is_refused else []
+def target_issues(folder: Path, targets: str, layers: dict[str, tuple[int, ...]]) -> list[str]:
+    save_file(
+        {f"model.layers.0.{name}": torch.zeros(shape) for name, shape in layers.items()}, folder / "model.safetensors"
     )
+    overrides = [f"pretrain={folder}", f"{TARGET}='{targets}'"]
+    config = validate_tree(compose_tree(CONFIGS / "recipes" / "lora.yaml", overrides))
+    return [each.message for each in check_targets(config)]
+
+
+def test_layers_of_a_model_are_those_of_its_weights(tmp_path: Path) -> None:
+    found = target_issues(tmp_path, "fc1,norm", {"mlp.fc1.weight": (2, 2), "norm.weight": (2,)})
+    assert found == ["the model has no layer norm: take of fc1, or all-linear"]
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [
+        {"mlp.experts.0.up_proj.weight": (2, 2), "mlp.gate.weight": (4, 2)},
+        {"mlp.experts.up_proj": (4, 2, 2), "mlp.gate.weight": (4, 2)},
+    ],
+)
+def test_experts_and_routers_are_refused_as_targets(tmp_path: Path, experts: dict[str, tuple[int, ...]]) -> None:
+    """In memory they are one stacked parameter each, not linear layers."""
+    dense = {"self_attn.q_proj.weight": (2, 2)}
+    (says,) = target_issues(tmp_path, "q_proj,up_proj,gate", dense | experts)
+    assert says.startswith("up_proj, gate are of experts and their router alone, which are stacked in memory")
+    assert says.endswith("take no adapter: take of q_proj, or all-linear")
+    shared = {"mlp.shared_experts.up_proj.weight": (2, 2)}
+    assert target_issues(tmp_path, "q_proj,up_proj", dense | experts | shared) == []
 
 
 def test_max_lora_rank_without_lora_target_is_rejected() -> None:
