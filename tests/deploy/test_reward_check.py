@@ -10,12 +10,12 @@ from typer.testing import CliRunner
 
 from offbeat.deploy.cli.app import app
 from offbeat.deploy.reward_check import rank_correlation
-from offbeat.services.messages.images import PNG
+from offbeat.services.chat.vision import encode_png
 from offbeat.services.reward.sample import RewardSample
 
 FUNCTIONS = "tests.services.reward.functions"
 MATH = {"name": "math", "kind": "math_rule", "tags": ["math"]}
-DOT = PNG + b"dot"
+DOT = encode_png(np.zeros((8, 8, 3), dtype=np.uint8))
 SHOWN = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(DOT).decode()}"}}
 SEEN: list[RewardSample] = []
 FORMAT = {"name": "format", "kind": "regex", "pattern": "boxed", "weight": 0.2}
