@@ -4,15 +4,15 @@ Invariant: first prompt + answer + piece + answer + ... equals the template's to
 (determined at load, as is whether it keeps thoughts).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from tokenizers import Tokenizer
 
-from offbeat.services.chat.image_tokens import ImageReader, ImageTokens
+from offbeat.services.chat.image_tokens import ImageReader, ImageTokens, make_image_tokens
 from offbeat.services.chat.template import ChatTemplate, load_chat_template
 from offbeat.services.chat.tokenizer import find_end_ids, load_tokenizer, require_template
 from offbeat.services.chat.vision import ImageProcessor
@@ -26,6 +26,8 @@ FunctionTemplate = Callable[[str | None], ChatTemplate]
 """tool_call_parser -> template for function calls."""
 
 MARKS = tuple(f"offbeat{i}mark{i}" for i in range(6))
+PADDING = "\n \t"
+"""Space before a mark, reversed behind it; no template writes the tab itself."""
 MAX_CACHED_TEXTS = 2_048
 MAX_CACHED_CHARS = 512
 """Longer texts rarely repeat."""
@@ -35,6 +37,20 @@ class _Pieces(NamedTuple):
     head: str
     between: str
     tail: str
+
+
+class _Stripping(NamedTuple):
+    """Sides of a message whose space the template strips."""
+
+    left: bool
+    right: bool
+
+    def apply(self, text: str) -> str:
+        text = text.lstrip() if self.left else text
+        return text.rstrip() if self.right else text
+
+
+KEPT = _Stripping(left=False, right=False)
 
 
 class ChatFormat:
@@ -60,10 +76,11 @@ class ChatFormat:
         self._reader = reader
         self._loading = Lock()
         self._calling = None if calling is None else lru_cache(calling)
-        self._strips_content = _strips_content(render)
         self._first = {False: _split_first(render, None)}
+        self._stripping = {False: _find_stripping(render, system=False)}
         if _supports_system(render):
             self._first[True] = _split_first(render, MARKS[0])
+            self._stripping[True] = _find_stripping(render, system=True)
         self.opened_thought = _opened_thought(self._first[False].tail)
         """Start of each answer's thought that the template writes itself; empty if it writes none."""
         self._next: _Pieces | None = None
@@ -87,9 +104,7 @@ class ChatFormat:
     @cached_property
     def image_tokens(self) -> ImageTokens:
         """Return image support; raises RolloutError if the model or template has none."""
-        if self._reader is None:
-            raise RolloutError("images need a model folder with an image processor, and none is given")
-        return ImageTokens(_image_placeholder(self._render), self._reader())
+        return make_image_tokens(lambda messages: self._render(messages, True), self._reader)
 
     def calling(self, tool_call_parser: str | None) -> ChatTemplate:
         """Return the renderer of function calls; thread-safe.
@@ -108,12 +123,13 @@ class ChatFormat:
         Raises:
             RolloutError: an unsupported system message.
         """
-        pieces = self._first.get(bool(system))
+        pieces, strip = self._first.get(bool(system)), self._stripping.get(bool(system), {})
         if pieces is None:
             raise RolloutError("the chat template takes no system message: set agent_system_template to an empty text")
-        return self.encode(
-            pieces.head + self._content(system) + pieces.between + self._content(observation) + pieces.tail
+        system, observation = (
+            strip.get(place, KEPT).apply(text) for place, text in (("system", system), ("first", observation))
         )
+        return self.encode(pieces.head + system + pieces.between + observation + pieces.tail)
 
     def next_prompt(self, observation: str) -> tuple[int, ...]:
         """Return the tokens from an answer's end-of-turn token (exclusive) to the next answer.
@@ -123,7 +139,8 @@ class ChatFormat:
         """
         if self._next is None:
             raise NotAppendOnlyError(self.rewrites)
-        return self.encode(self._next.head + self._content(observation) + self._next.tail)[1:]
+        observation = self._stripping[False].get("later", KEPT).apply(observation)
+        return self.encode(self._next.head + observation + self._next.tail)[1:]
 
     def answer(self, token_ids: tuple[int, ...]) -> str:
         """Decode an answer without special tokens."""
@@ -134,9 +151,6 @@ class ChatFormat:
 
     def encode(self, text: str) -> tuple[int, ...]:
         return self._encode(text) if len(text) <= MAX_CACHED_CHARS else self._encode_now(text)
-
-    def _content(self, text: str) -> str:
-        return text.strip() if self._strips_content else text
 
     def _encode_now(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -189,13 +203,27 @@ def _turns(contents: Sequence[str], system: str | None = None) -> list[ChatMessa
     return head + [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
 
 
-def _strips_content(render: Render) -> bool:
-    padded = [f" {mark} " for mark in MARKS]
-    text = render(_turns(padded[1:4], padded[0] if _supports_system(render) else None), True)
-    preserved = [padded[i] in text for i in range(4) if MARKS[i] in text and i != 2]
-    if any(preserved) != all(preserved):
-        raise RolloutError("the chat template strips the space around some roles' messages and keeps it for others")
-    return not any(preserved)
+def _find_stripping(render: Render, *, system: bool) -> dict[str, _Stripping]:
+    """Return what the template strips of the system message, the first observation and later ones."""
+    marks = {"system": MARKS[0], "first": MARKS[1], "later": MARKS[3]}
+    padded = {mark: f"{PADDING}{mark}{PADDING[::-1]}" for mark in marks.values()}
+    turns = _turns([padded.get(mark, mark) for mark in MARKS[1:4]], padded[MARKS[0]] if system else None)
+    text = render(turns, True)
+    return {place: _Stripping(*_find_stripped_sides(text, mark)) for place, mark in marks.items() if mark in text}
+
+
+def _find_stripped_sides(text: str, mark: str) -> Iterator[bool]:
+    before, _, after = text.partition(mark)
+    for kept in (before[::-1], after):
+        if kept.startswith(PADDING[::-1]):
+            yield False
+        elif not kept.startswith(PADDING[-1]):
+            yield True
+        else:
+            raise RolloutError(
+                f"the chat template strips a part of the space around a message (of {PADDING!r} before and after one): it "
+                "can't be used"
+            )
 
 
 def _supports_system(render: Render) -> bool:
@@ -205,21 +233,6 @@ def _supports_system(render: Render) -> bool:
         return MARKS[0] in render(_turns(MARKS[1:2], MARKS[0]), True)
     except TemplateError:
         return False
-
-
-def _image_placeholder(render: Render) -> str:
-    from jinja2 import TemplateError
-
-    parts: list[Any] = [{"type": "image"}, {"type": "text", "text": MARKS[1]}]
-    try:
-        plain = render([{"role": "user", "content": MARKS[1]}], True)
-        with_image = render([cast(ChatMessageDict, {"role": "user", "content": parts})], True)
-    except (TemplateError, TypeError) as error:
-        raise RolloutError(f"the chat template renders no images: {error}") from error
-    before, after = (text.partition(MARKS[1]) for text in (plain, with_image))
-    if not after[0].startswith(before[0]) or after[0] == before[0] or after[2] != before[2]:
-        raise RolloutError("the chat template renders no images: use a vision-language model, such as Qwen2.5-VL")
-    return after[0].removeprefix(before[0])
 
 
 def _split_first(render: Render, system: str | None) -> _Pieces:

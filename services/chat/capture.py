@@ -81,7 +81,7 @@ def _segment(tree: TokenTree, leaf: int, own: Sequence[int]) -> Segment:
             for span in node.completion.versions
             if span.start < node.num_kept
         ]
-    return Segment(tokens, mask, logprobs, tuple(spans))
+    return Segment(tokens, mask, logprobs, tuple(spans), tree.nodes[leaf].prompt.images)
 
 
 def _rewards_by_answer(trained: Sequence[int], rewards: Sequence[Reward]) -> dict[int, float]:

@@ -51,6 +51,8 @@ class ChatMessage:
     tool_call_id: str = ""
     reasoning: str = ""
     """`reasoning_content`, for templates that render it."""
+    images: tuple[bytes, ...] = ()
+    """In place of each `ROW_IMAGE` of the content."""
 
     def is_same_answer(self, other: "ChatMessage") -> bool:
         return self.content.strip() == other.content.strip() and self.tool_calls == other.tool_calls

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
+from offbeat.services.chat.image_tokens import ImageReader, ImageTokens, make_image_tokens
 from offbeat.services.chat.messages import (
     CALL_STYLES,
     CallParser,
@@ -20,6 +21,7 @@ from offbeat.services.chat.messages import (
     normalize_arguments,
 )
 from offbeat.services.chat.tokenizer import find_end_ids, load_tokenizer, require_template
+from offbeat.services.chat.vision import ImageProcessor
 from offbeat.services.errors import RolloutError
 
 RenderAny = Callable[[Sequence[dict[str, Any]], Sequence[Any], bool], str]
@@ -51,8 +53,9 @@ class ChatTemplate:
         tokenizer: Tokenizer,
         extra_stop_ids: Sequence[int] = (),
         parser: CallParser | None = None,
+        reader: Callable[[], ImageReader] | None = None,
     ) -> None:
-        """extra_stop_ids: besides the template's; parser: None for the detected JSON format.
+        """extra_stop_ids: besides the template's; parser: None for the detected JSON format; reader: as of `ChatFormat`.
 
         Raises:
             RolloutError: no special token ends an answer.
@@ -60,6 +63,7 @@ class ChatTemplate:
         self._render = render
         self._tokenizer = tokenizer
         self._parser = parser
+        self._reader = reader
         self.style = _call_style(render)
         self.end_id, self.end_text = _end_of_turn(render, tokenizer)
         self.stop_ids = tuple(dict.fromkeys((self.end_id, *extra_stop_ids)))
@@ -72,6 +76,11 @@ class ChatTemplate:
     def num_tokens(self) -> int:
         """Token ids of the tokenizer, gaps between them included."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    @cached_property
+    def image_tokens(self) -> ImageTokens:
+        """Return image support; raises RolloutError if the model or template has none."""
+        return make_image_tokens(lambda messages: self._render(messages, (), True), self._reader)
 
     @property
     def reads_calls(self) -> bool:
@@ -144,8 +153,11 @@ def load_chat_template(folder: Path, parser_for: Callable[[Any], CallParser] | N
             ),
         )
 
+    def reader() -> ImageReader:
+        return ImageProcessor(folder)
+
     parser = None if parser_for is None else parser_for(tokenizer)
-    return ChatTemplate(render, backend, find_end_ids(folder, tokenizer), parser)
+    return ChatTemplate(render, backend, find_end_ids(folder, tokenizer), parser, reader)
 
 
 def _end_of_turn(render: RenderAny, tokenizer: Tokenizer) -> tuple[int, str]:

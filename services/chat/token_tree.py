@@ -1,18 +1,31 @@
 """An episode's calls as a tree of token sequences; a node is a completion with its prompt.
 
 A call rendered as a node's text plus a suffix continues it: only the suffix is encoded. Invariants: nodes record what
-was sent and sampled, token by token; sampled tokens are never re-encoded; a node's tokens start with its parent's.
+was sent and sampled, token by token; sampled tokens are never re-encoded; a node's tokens and images start with its
+parent's.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from os.path import commonprefix
+from typing import NamedTuple
 
+from msgspec import structs
+
+from offbeat.services.chat.image_references import ImageReferences
 from offbeat.services.chat.messages import ChatMessage, Tools
 from offbeat.services.chat.template import ChatTemplate, UnusableError
-from offbeat.services.messages.types import Completion, FinishReason
+from offbeat.services.messages.types import Completion, FinishReason, PromptImage
 
 ROOT = -1
+
+
+class Continuation(NamedTuple):
+    """Prompt that continues the node `parent`."""
+
+    parent: int
+    tokens: tuple[int, ...]
+    images: tuple[PromptImage, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +33,7 @@ class Prompt:
     tokens: tuple[int, ...]
     parent: int = ROOT
     text: str = ""
-    """Rendered prompt, or the agent's text."""
+    """Rendered prompt, with references in place of images, or the agent's text."""
     unverified: int = 0
     """Assistant messages not known to be sampled."""
     is_chat: bool = True
@@ -28,6 +41,8 @@ class Prompt:
     """Answered state, if known."""
     prefill: str = ""
     """Beginning of the answer that the agent wrote, at the end of `text`."""
+    images: tuple[PromptImage, ...] = ()
+    """By position."""
 
 
 @dataclass(slots=True)
@@ -54,6 +69,16 @@ class TokenTree:
     template: ChatTemplate
     nodes: list[Node] = field(default_factory=list[Node])
     _by_text: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+    _references: ImageReferences = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._references = ImageReferences(self.template)
+
+    @property
+    def leaves(self) -> list[int]:
+        """Nodes that no other continues."""
+        parents = {node.prompt.parent for node in self.nodes}
+        return [number for number in range(len(self.nodes)) if number not in parents]
 
     def plan_chat(self, messages: Sequence[ChatMessage], tools: Tools = (), prefill: str = "") -> Prompt:
         """Return a conversation's prompt.
@@ -61,8 +86,9 @@ class TokenTree:
         prefill: beginning of the answer.
 
         Raises:
-            UnusableError: rendering failed, or the template's answers do not begin with their text.
+            UnusableError: rendering failed, the template's answers do not begin with their text, or images do not fit.
         """
+        messages = [self._references.write(message) for message in messages]
         start = self.template.render(messages, tools, prompt=True)
         full_text = start + prefill
         anchor = messages[-1].content if messages else ""
@@ -70,7 +96,8 @@ class TokenTree:
             self._require_prefill(messages, tools, prefill, start)
             extended = self._find_extended(self._by_text.get(start, ()), start, full_text)
             if extended is not None:
-                return Prompt(extended[1], extended[0], full_text, anchor=anchor, prefill=prefill)
+                parent, tokens, images = extended
+                return Prompt(tokens, parent, full_text, anchor=anchor, prefill=prefill, images=images)
         answer_indexes = [i for i, message in enumerate(messages) if message.role == "assistant"]
         for index in reversed(answer_indexes):
             try:
@@ -78,11 +105,12 @@ class TokenTree:
             except UnusableError:
                 continue  # only the whole can be rendered, such as after a greeting: no answer to the part before it
             if continuation is not None:
-                parent, tokens = continuation
+                parent, tokens, images = continuation
                 later = sum(other > index for other in answer_indexes) + bool(prefill)
-                return Prompt(tokens, parent, full_text, later, anchor=anchor, prefill=prefill)
+                return Prompt(tokens, parent, full_text, later, anchor=anchor, prefill=prefill, images=images)
         unverified = len(answer_indexes) + bool(prefill)
-        return Prompt(self.template.encode(full_text), ROOT, full_text, unverified, anchor=anchor, prefill=prefill)
+        tokens, images = self._references.encode(full_text)
+        return Prompt(tokens, ROOT, full_text, unverified, anchor=anchor, prefill=prefill, images=images)
 
     def plan_text(self, text: str, *, has_start: bool = True) -> Prompt:
         """Continue the longest known text, of prompts that were texts. has_start: begin a new one with `start_ids`."""
@@ -102,10 +130,17 @@ class TokenTree:
         return Prompt(tokens, best, text, is_chat=False, anchor=new)
 
     def plan_tokens(self, tokens: tuple[int, ...]) -> Prompt:
-        """Continue the longest known prefix."""
+        """Continue the longest known prefix, with its images.
+
+        Raises:
+            UnusableError: the tokens are those of several images.
+        """
         fits = [n for n, node in enumerate(self.nodes) if tokens[: len(node.tokens)] == node.tokens]
         parent = max(fits, key=lambda n: len(self.nodes[n].tokens), default=ROOT)
-        return Prompt(tokens, parent, is_chat=False)
+        images = () if parent == ROOT else self.nodes[parent].prompt.images
+        if any((own := self.nodes[n].prompt.images) != images[: len(own)] for n in fits):
+            raise UnusableError("these tokens are those of several images: send the messages with their images")
+        return Prompt(tokens, parent, is_chat=False, images=images)
 
     def record(self, prompt: Prompt, message: ChatMessage, completion: Completion, num_kept: int) -> int:
         """Return the answer's number."""
@@ -133,8 +168,8 @@ class TokenTree:
 
     def _find_continuation(
         self, messages: Sequence[ChatMessage], tools: Tools, index: int, full_text: str
-    ) -> tuple[int, tuple[int, ...]] | None:
-        """Return the node of the assistant message at `index`, if continued, and the tokens to send."""
+    ) -> Continuation | None:
+        """Return how the assistant message at `index` is continued, if it is one of the policy's."""
         before = self.template.render(messages[:index], tools, prompt=True)
         candidates = self._by_text.get(before, ())
         same = [n for n in candidates if self.nodes[n].message.is_same_answer(messages[index])]
@@ -151,20 +186,26 @@ class TokenTree:
             return None
         end = len(before) + len(written)
         parent = _match_call_ids(same, self.nodes, messages[index])
-        tokens, suffix = self.nodes[parent].tokens, self.template.encode(full_text[end:])
         # a truncated answer is ended here by an unsampled token
-        return parent, tokens + (suffix[1:] if tokens[-1] == self.template.end_id else suffix)
+        is_ended = self.nodes[parent].tokens[-1] == self.template.end_id
+        return self._continue(parent, full_text[end:], num_known=int(is_ended))
 
-    def _find_extended(
-        self, candidates: Sequence[int], before: str, full_text: str
-    ) -> tuple[int, tuple[int, ...]] | None:
-        """Return a truncated node that the agent extended, and the tokens."""
+    def _find_extended(self, candidates: Sequence[int], before: str, full_text: str) -> Continuation | None:
+        """Return how a truncated answer is continued, if the agent extended one."""
         for number in reversed(candidates):
             node = self.nodes[number]
             text = before + self._plain_text(node)
             if node.tokens[-1] not in self.template.stop_ids and full_text.startswith(text):
-                return number, node.tokens + self.template.encode(full_text[len(text) :])
+                return self._continue(number, full_text[len(text) :])
         return None
+
+    def _continue(self, number: int, text: str, num_known: int = 0) -> Continuation:
+        """Return a node's tokens and images with those of `text`, whose first `num_known` tokens the node has."""
+        node = self.nodes[number]
+        tokens, images = self._references.encode(text)
+        offset = len(node.tokens) - num_known
+        moved = tuple(structs.replace(image, start=offset + image.start) for image in images)
+        return Continuation(number, node.tokens + tokens[num_known:], node.prompt.images + moved)
 
     def _plain_text(self, node: Node) -> str:
         ids = node.completion.token_ids[: node.num_kept]

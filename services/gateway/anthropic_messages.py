@@ -10,6 +10,7 @@ from offbeat.services.chat.messages import (
     Tools,
     normalize_arguments,
 )
+from offbeat.services.gateway.contents import read_content, words
 from offbeat.services.gateway.request_fields import (
     Body,
     find_ignored_parameters,
@@ -22,7 +23,6 @@ from offbeat.services.gateway.request_fields import (
     require_messages,
     stop_words,
     take_prefill,
-    words,
 )
 from offbeat.services.gateway.session import InvalidCallError, ModelReply, ModelRequest
 
@@ -77,13 +77,16 @@ def _read(message: Any, where: str) -> list[ChatMessage]:
     results = [part for part in content if isinstance(part, Mapping) and part.get("type") == "tool_result"]
     calls = [part for part in content if isinstance(part, Mapping) and part.get("type") == "tool_use"]
     rest = [part for part in content if part not in results and part not in calls]
-    read = [
-        ChatMessage("tool", words(part.get("content"), f"{where}.content"), tool_call_id=str(part.get("tool_use_id")))
-        for part in results
-    ]
+    read = [_result(part, where) for part in results]
     if rest or calls or not read:
-        read.append(ChatMessage(role, words(rest, f"{where}.content"), tuple(_call(part, where) for part in calls)))
+        text, images = read_content(rest, f"{where}.content", role=role)
+        read.append(ChatMessage(role, text, tuple(_call(part, where) for part in calls), images=images))
     return read
+
+
+def _result(part: Body, where: str) -> ChatMessage:
+    text, images = read_content(part.get("content"), f"{where}.content", role="tool")
+    return ChatMessage("tool", text, tool_call_id=str(part.get("tool_use_id")), images=images)
 
 
 def _call(part: Body, where: str) -> ToolCall:

@@ -200,7 +200,7 @@ async def _message(request: Request, session: EpisodeSession, body: dict[str, An
 
 
 async def _count_tokens(_: Request, session: EpisodeSession, body: dict[str, Any]) -> Response:
-    return JSONResponse({"input_tokens": session.count_tokens(anthropic_messages.read_messages(body))})
+    return JSONResponse({"input_tokens": await session.count_tokens(anthropic_messages.read_messages(body))})
 
 
 async def _response(request: Request, session: EpisodeSession, body: dict[str, Any]) -> Response:

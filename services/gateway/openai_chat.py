@@ -12,6 +12,7 @@ from offbeat.services.chat.messages import (
     Tools,
     normalize_arguments,
 )
+from offbeat.services.gateway.contents import read_content
 from offbeat.services.gateway.request_fields import (
     Body,
     find_ignored_parameters,
@@ -25,7 +26,6 @@ from offbeat.services.gateway.request_fields import (
     require_messages,
     stop_words,
     take_prefill,
-    words,
 )
 from offbeat.services.gateway.session import InvalidCallError, ModelReply, ModelRequest
 
@@ -106,12 +106,14 @@ def _message(message: Any, index: int) -> ChatMessage:
     role = "system" if message["role"] in SYSTEM_ROLES else str(message["role"])
     require(role in ("system", "user", "assistant", "tool"), f"{where}: role {role!r} is not known")
     require(not message.get("function_call"), f"{where}.function_call is not supported: send tool_calls")
+    content = read_content(message.get("content"), f"{where}.content", role=role)
     return ChatMessage(
         role,
-        words(message.get("content"), f"{where}.content"),
+        content.text,
         tuple(_call(call, where) for call in read_items(message, "tool_calls")),
         str(message.get("tool_call_id") or ""),
         str(message.get("reasoning_content") or ""),
+        content.images,
     )
 
 

@@ -11,6 +11,7 @@ from offbeat.services.chat.messages import (
     Tools,
     normalize_arguments,
 )
+from offbeat.services.gateway.contents import read_content, words
 from offbeat.services.gateway.openai_chat import SYSTEM_ROLES
 from offbeat.services.gateway.request_fields import (
     Body,
@@ -21,7 +22,6 @@ from offbeat.services.gateway.request_fields import (
     require,
     require_function,
     require_messages,
-    words,
 )
 from offbeat.services.gateway.session import InvalidCallError, ModelReply, ModelRequest
 
@@ -77,12 +77,14 @@ def _messages(items: Sequence[Any]) -> list[ChatMessage]:
                 role = str(item.get("role"))
                 require(role in (*SYSTEM_ROLES, "user", "assistant"), f"{where}: role {role!r} is not known")
                 role = "system" if role in SYSTEM_ROLES else role
-                messages.append(ChatMessage(role, words(item.get("content"), f"{where}.content")))
+                content = read_content(item.get("content"), f"{where}.content", role=role)
+                messages.append(ChatMessage(role, content.text, images=content.images))
             case "function_call":
                 _add_call(messages, item, where)
             case "function_call_output":
-                output = words(item.get("output"), f"{where}.output")
-                messages.append(ChatMessage("tool", output, tool_call_id=str(item.get("call_id") or "")))
+                output = read_content(item.get("output"), f"{where}.output", role="tool")
+                call_id = str(item.get("call_id") or "")
+                messages.append(ChatMessage("tool", output.text, tool_call_id=call_id, images=output.images))
             case "reasoning":
                 continue
             case other:

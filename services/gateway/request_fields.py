@@ -70,30 +70,6 @@ def number(body: Body, *keys: str) -> int | None:
     return None
 
 
-def words(value: Any, where: str) -> str:
-    """Return a content's text; parts are joined by newlines."""
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise InvalidCallError(f"{where} is a {type(value).__name__}: text or a list of parts is needed")
-    return "\n".join(_part(part, where) for part in value if _kind(part) not in ("thinking", "redacted_thinking"))
-
-
-def _kind(part: Any) -> str:
-    return str(part.get("type", "text")) if isinstance(part, Mapping) else "text"
-
-
-def _part(part: Any, where: str) -> str:
-    if isinstance(part, str):
-        return part
-    require(isinstance(part, Mapping), f"{where} has a part that is no object: {part!r}")
-    known = _kind(part) in ("text", "input_text", "output_text", "refusal")
-    require(known, f"{where} has a part of type {_kind(part)!r}: this policy reads text alone")
-    return str(part.get("text") or part.get("refusal") or "")
-
-
 def stop_words(value: Any, key: str) -> tuple[str, ...]:
     if value is None:
         return ()

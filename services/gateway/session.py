@@ -16,10 +16,11 @@ from offbeat.services.chat.capture import Captured, Reward, capture
 from offbeat.services.chat.messages import ChatMessage, Tools
 from offbeat.services.chat.template import ChatTemplate
 from offbeat.services.chat.token_tree import Prompt, TokenTree
+from offbeat.services.gateway.images import RequestImages, check_episode_images
 from offbeat.services.messages.types import Completion, FinishReason
 
-Sample = Callable[[tuple[int, ...], int], Awaitable[Completion]]
-"""(prompt, maximum new tokens) -> completion."""
+Sample = Callable[..., Awaitable[Completion]]
+"""(prompt, maximum new tokens[, images]) -> completion."""
 
 NO_LIMIT = 1 << 30
 MAX_ANSWERS_PER_CALL = 16
@@ -51,6 +52,7 @@ class ModelRequest:
     """API-independent call."""
 
     messages: tuple[ChatMessage, ...] = ()
+    """With images as they were sent."""
     tools: Tools = ()
     reads_calls: bool = True
     """Whether calls of the tools are parsed, not left as text (`tool_choice: none`)."""
@@ -119,6 +121,7 @@ class EpisodeSession:
 
     def __post_init__(self) -> None:
         self.tree = TokenTree(self.template)
+        self._images = RequestImages(self.template)
         self.failed = asyncio.Event()
         self.closed = False
         self.rewards: list[Reward] = []
@@ -130,12 +133,13 @@ class EpisodeSession:
         """Sample and record `num_answers` answers, undelivered.
 
         Raises:
-            InvalidCallError: the call can't be answered.
+            InvalidCallError, UnusableError: the call can't be answered.
             Exception: sampling failed; sets `failed`.
         """
+        messages = await self._images.read(request.messages)
         self._require_open()
         self._admit(request)
-        prompt = self._plan(request)
+        prompt = self._plan(request, messages)
         room = self.bounds.sequence_length - len(prompt.tokens)
         self.ran_out = room < 1
         if self.ran_out:
@@ -146,7 +150,9 @@ class EpisodeSession:
             )
         max_new_tokens = min(room, self.bounds.max_new_tokens, request.max_tokens or NO_LIMIT)
         self.ignored_parameters += len(request.ignored)
-        tasks = [asyncio.ensure_future(self.sample(prompt.tokens, max_new_tokens)) for _ in range(request.num_answers)]
+        images = (prompt.images,) if prompt.images else ()
+        samples = (self.sample(prompt.tokens, max_new_tokens, *images) for _ in range(request.num_answers))
+        tasks = [asyncio.ensure_future(sample) for sample in samples]
         try:
             completions = await asyncio.gather(*tasks)
             for completion in completions:
@@ -159,10 +165,11 @@ class EpisodeSession:
                 task.cancel()
         return [self._record(prompt, completion, request) for completion in completions]
 
-    def count_tokens(self, request: ModelRequest) -> int:
-        """Return the length of a call's prompt. Raises InvalidCallError."""
+    async def count_tokens(self, request: ModelRequest) -> int:
+        """Return the length of a call's prompt; raises as `answer`."""
+        messages = await self._images.read(request.messages)
         self._require_open()
-        return len(self._plan(request).tokens)
+        return len(self._plan(request, messages).tokens)
 
     def deliver(self, replies: list[ModelReply]) -> None:
         if not self.closed:
@@ -200,10 +207,12 @@ class EpisodeSession:
                 f"an episode may ask for {self.bounds.max_calls} answers (max_calls)", "too_many_calls"
             )
 
-    def _plan(self, request: ModelRequest) -> Prompt:
+    def _plan(self, request: ModelRequest, messages: tuple[ChatMessage, ...]) -> Prompt:
         if request.prompt is None:
             tools = request.tools if request.reads_calls or self.template.reads_calls else ()
-            return self.tree.plan_chat(request.messages, tools, request.prefill)
+            prompt = self.tree.plan_chat(messages, tools, request.prefill)
+            check_episode_images(self.tree, prompt)
+            return prompt
         if isinstance(request.prompt, str):
             prompt = self.tree.plan_text(request.prompt, has_start=request.has_start)
         else:

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from offbeat.services.chat.template import ChatTemplate
 from offbeat.services.gateway.session import EpisodeSession, SessionLimits
-from offbeat.services.messages.types import Completion, FinishReason, VersionSpan
+from offbeat.services.messages.types import Completion, FinishReason, PromptImage, VersionSpan
 
 START, END = "<|im_start|>", "<|im_end|>"
 
@@ -105,11 +105,15 @@ class Scripted:
         self.template = template
         self.say = say if callable(say) else lambda number: say[number]
         self.sent: list[tuple[int, ...]] = []
+        self.images: list[tuple[PromptImage, ...]] = []
         self.made: list[Completion] = []
 
-    async def __call__(self, prompt: tuple[int, ...], max_new_tokens: int) -> Completion:
+    async def __call__(
+        self, prompt: tuple[int, ...], max_new_tokens: int, images: tuple[PromptImage, ...] = ()
+    ) -> Completion:
         number = len(self.sent)
         self.sent.append(prompt)
+        self.images.append(images)
         words = (*self.template.encode(self.say(number)), self.template.end_id)
         ids = words[:max_new_tokens]
         middle = max(1, len(ids) // 2)

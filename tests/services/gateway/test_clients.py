@@ -274,7 +274,10 @@ async def test_the_policy_is_listed(plain: ChatTemplate):
     [
         ({"messages": []}, "messages is empty"),
         ({"messages": [{"role": "robot", "content": "a"}]}, r"messages\[0\]: role 'robot'"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "reads text alone"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "the gateway fetches nothing",
+        ),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"n": 1000}, "n is 1000"),
         ({"logit_bias": {"5": 100}}, "logit_bias can't be followed"),

@@ -25,7 +25,9 @@ KEYS = (
     *("stop", "stop_sequences", "max_tokens", "max_output_tokens", "logit_bias", "temperature", "stream_options"),
 )
 PART_KEYS = ("type", "role", "content", "text", "tool_calls", "function", "name", "arguments", "input", "id", "output")
+PART_KEYS += ("image_url", "source", "url", "data")
 KINDS = ("text", "message", "function", "function_call", "function_call_output", "tool_use", "tool_result", "user")
+KINDS += ("image_url", "image", "input_image", "base64", "data:image/png;base64,AAAA")
 Part = st.dictionaries(
     st.sampled_from(PART_KEYS), Json | st.sampled_from(KINDS) | st.lists(Json | st.sampled_from(KINDS)), max_size=6
 )
