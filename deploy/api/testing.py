@@ -25,11 +25,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from offbeat.deploy.api.episode import check_env
+from offbeat.deploy.play.agents import OneTokenImages
 from offbeat.envs import registry
 from offbeat.services.chat.template import ChatTemplate
 from offbeat.services.gateway.server import Gateway
 from offbeat.services.gateway.session import EpisodeSession, InvalidCallError, SessionLimits
-from offbeat.services.messages.types import Completion, FinishReason, VersionSpan
+from offbeat.services.messages.types import Completion, FinishReason, PromptImage, VersionSpan
 from offbeat.services.rollout.agents.task import AgentTask, EnvReply
 from offbeat.services.rollout.envs.runners import do_step, read_traits
 from offbeat.services.telemetry import MetricRecord, mean
@@ -39,9 +40,11 @@ from offbeat.trainer.trackers.cursor import read_progress
 from offbeat.trainer.trackers.delivery import Delivery
 from offbeat.trainer.trackers.metrics_file import METRICS_FILE, MetricsFile
 
-START, END = "<|im_start|>", "<|im_end|>"
+START, END, IMAGE = "<|im_start|>", "<|im_end|>", "<|image|>"
 CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ '<|image|>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 PROGRESS = "progress.json"
@@ -112,12 +115,12 @@ def run_episode(
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Return a tokenizer with a token per byte and ChatML's."""
+    """Return a tokenizer with a token per byte, ChatML's, and one for images."""
     vocabulary = {byte: number for number, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (START, END)])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (START, END, IMAGE)])
     return tokenizer
 
 
@@ -135,11 +138,12 @@ def chat_template(text: str = CHATML) -> ChatTemplate:
         assert isinstance(rendered, str)
         return rendered
 
-    return ChatTemplate(render, tokenizer)
+    (image_id,) = tokenizer.encode(IMAGE).ids
+    return ChatTemplate(render, tokenizer, reader=lambda: OneTokenImages(image_id))
 
 
 class FakeModel:
-    """Scripted model behind OpenAI's and Anthropic's APIs, served by the gateway of real runs.
+    """Scripted model behind OpenAI's and Anthropic's APIs, served by the gateway of real runs; takes images.
 
     completions: answers in turn; the last one is repeated.
     """
@@ -202,7 +206,7 @@ class FakeModel:
     def _sampler(self) -> Any:
         remaining = list(self._completions)
 
-        async def sample(_: Sequence[int], max_tokens: int) -> Completion:
+        async def sample(_: Sequence[int], max_tokens: int, __: Sequence[PromptImage] = ()) -> Completion:
             text = remaining.pop(0) if len(remaining) > 1 else remaining[0]
             whole = (*self._template.encode(text), self._template.end_id)
             ids = whole[:max_tokens]

@@ -48,8 +48,9 @@ def check(
     if not _is_agent(target):
         refuse_unread(context, f"{target} configures its envs and agents: leave it out", "env", "python")
     found = False
-    for tag, rules in _agents(target, settings, env, python).items():
-        report = asyncio.run(check_agent(tag, rules, num_episodes=episodes, limit_s=limit_s))
+    agents, has_images = _agents(target, settings, env, python)
+    for tag, rules in agents.items():
+        report = asyncio.run(check_agent(tag, rules, num_episodes=episodes, limit_s=limit_s, has_images=has_images))
         for finding in report.findings:
             colour = typer.colors.RED if finding.severity == "problem" else typer.colors.YELLOW
             typer.secho(f"{finding.severity:8}", fg=colour, nl=False)
@@ -80,23 +81,25 @@ def _is_agent(target: str) -> bool:
     return ":" in target and not target.endswith((".yaml", ".yml"))
 
 
-def _agents(target: str, settings: list[str] | None, env: str, python: str) -> dict[str, Any]:
+def _agents(target: str, settings: list[str] | None, env: str, python: str) -> tuple[dict[str, Any], bool]:
+    """Return agents by tag, and whether the policy takes images."""
     from pydantic import ValidationError
 
     from offbeat.deploy.config.errors import ConfigError
+    from offbeat.deploy.play.agent_check import takes_images
     from offbeat.deploy.play.target import load_config
     from offbeat.services.rollout.config import AgentRunner, CustomEnv
 
     try:
         if _is_agent(target):
             runner = AgentRunner(path=target, python=python)
-            return {target: CustomEnv(env_type=env, env_config=parse_settings(settings), agent_runner=runner)}
-        envs = load_config(Path(target), settings or []).custom_envs
+            return {target: CustomEnv(env_type=env, env_config=parse_settings(settings), agent_runner=runner)}, True
+        config = load_config(Path(target), settings or [])
     except (ConfigError, ValidationError) as error:
         typer.echo(f"{target}: {error}", err=True)
         raise typer.Exit(EXIT_USAGE) from None
-    agents = {tag: rules for tag, rules in envs.items() if rules.agent_runner}
+    agents = {tag: rules for tag, rules in config.custom_envs.items() if rules.agent_runner}
     if not agents:
         typer.echo(f"{target} has no agent_runner", err=True)
         raise typer.Exit(EXIT_USAGE)
-    return agents
+    return agents, takes_images(config)

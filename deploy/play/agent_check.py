@@ -9,14 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal
 
+from offbeat.deploy.config import hub
 from offbeat.deploy.config.checks.agents import check_agent as check_settings
+from offbeat.deploy.config.checks.model import has_vision
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.play.agents import TextSampler, load_chat
 from offbeat.deploy.play.target import PlayTarget, remove_token_limits
 from offbeat.envs.contract import Finding
 from offbeat.envs.registry import check_env_config
+from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.errors import EpisodeError
-from offbeat.services.messages.types import Completion, EpisodeKind, EpisodeTask, Sampling, Trajectory
+from offbeat.services.messages.types import Completion, EpisodeKind, EpisodeTask, PromptImage, Sampling, Trajectory
 from offbeat.services.rollout.agents.episode import AgentRuntime, play_with_agent
 from offbeat.services.rollout.agents.pool import AgentOutcome, AgentPool
 from offbeat.services.rollout.agents.task import AgentTask
@@ -76,11 +79,17 @@ class AgentReport:
 
 
 async def check_agent(
-    tag: str, env: CustomEnv, *, num_episodes: int = 3, limit_s: float | None = None, seed: int = 0
+    tag: str,
+    env: CustomEnv,
+    *,
+    num_episodes: int = 3,
+    limit_s: float | None = None,
+    seed: int = 0,
+    has_images: bool = True,
 ) -> AgentReport:
     """Run episodes of an agent with the real gateway and env, and random answers, up to the first problem.
 
-    limit_s: per episode, at most the runner's.
+    limit_s: per episode, at most the runner's. has_images: whether the policy has image input.
     """
     report, runner = AgentReport(), env.agent_runner
     assert runner is not None, "a tag with an agent is needed"
@@ -92,7 +101,8 @@ async def check_agent(
         return report
     timeout_s = runner.timeout_s if limit_s is None else min(limit_s, runner.timeout_s)
     runner = runner.model_copy(update={"timeout_s": timeout_s, "tool_call_parser": None})
-    check = _AgentCheck(tag, env.model_copy(update={"on_agent_error": None, "on_env_error": None}), runner, report)
+    rules = env.model_copy(update={"on_agent_error": None, "on_env_error": None})
+    check = _AgentCheck(tag, rules, runner, report, load_chat(None, has_images=has_images))
     try:
         for number in range(num_episodes):
             await check.run(seed + number)
@@ -103,6 +113,11 @@ async def check_agent(
     return report
 
 
+def takes_images(config: RunConfig) -> bool:
+    """Return whether the policy has image input, or is a hub's, which may not be here."""
+    return has_vision(config) or hub.is_hub_id(config.pretrain)
+
+
 def try_agents(config: RunConfig) -> list[ConfigIssue]:
     """Run an episode of each agent; return failures independent of the policy, log others."""
     agents = {tag: env for tag, env in config.custom_envs.items() if env.agent_runner}
@@ -110,7 +125,7 @@ def try_agents(config: RunConfig) -> list[ConfigIssue]:
         return []
     # The caller's thread may run an event loop.
     with ThreadPoolExecutor(1) as thread:
-        reports = thread.submit(asyncio.run, _try_all(agents, config.seed)).result()
+        reports = thread.submit(asyncio.run, _try_all(agents, config.seed, has_images=takes_images(config))).result()
     issues: list[ConfigIssue] = []
     for tag, report in reports.items():
         for finding in report.findings:
@@ -121,8 +136,11 @@ def try_agents(config: RunConfig) -> list[ConfigIssue]:
     return issues
 
 
-async def _try_all(agents: Mapping[str, CustomEnv], seed: int) -> dict[str, AgentReport]:
-    checks = (check_agent(tag, env, num_episodes=1, limit_s=TRIAL_S, seed=seed) for tag, env in agents.items())
+async def _try_all(agents: Mapping[str, CustomEnv], seed: int, *, has_images: bool) -> dict[str, AgentReport]:
+    checks = (
+        check_agent(tag, env, num_episodes=1, limit_s=TRIAL_S, seed=seed, has_images=has_images)
+        for tag, env in agents.items()
+    )
     return dict(zip(agents, await asyncio.gather(*checks), strict=True))
 
 
@@ -164,10 +182,10 @@ class _CountingEnv:
 
 
 class _AgentCheck:
-    def __init__(self, tag: str, env: CustomEnv, runner: AgentRunner, report: AgentReport) -> None:
+    def __init__(self, tag: str, env: CustomEnv, runner: AgentRunner, report: AgentReport, chat: ChatFormat) -> None:
         self._target = remove_token_limits(PlayTarget(tag, env, 0))
         self._runner, self._report = runner, report
-        self._chat = load_chat(None)
+        self._chat = chat
         self._runtime = AgentRuntime({None: self._chat.calling(None)})
         self._runtime.pool = self._pool = _CountingPool()
 
@@ -179,7 +197,7 @@ class _AgentCheck:
         try:
             traits = await runner.start()
 
-            async def answer(prompt: tuple[int, ...], max_tokens: int) -> Completion:
+            async def answer(prompt: tuple[int, ...], max_tokens: int, _: tuple[PromptImage, ...] = ()) -> Completion:
                 report.num_calls += 1
                 text = await env.random_answer()
                 return await TextSampler(lambda: text, self._chat)(prompt, max_tokens)

@@ -22,9 +22,9 @@ START, END, IMAGE = "<|im_start|>", "<|im_end|>", "<|image|>"
 class UserLeftError(Exception): ...
 
 
-def load_chat(folder: Path | None) -> ChatFormat:
-    """Return a folder's chat format; byte-level ChatML without one."""
-    return _build_byte_chat() if folder is None else load_playing_format(folder)
+def load_chat(folder: Path | None, *, has_images: bool = True) -> ChatFormat:
+    """Return a folder's chat format; byte-level ChatML without one, whose agents can send images if `has_images`."""
+    return _build_byte_chat(has_images) if folder is None else load_playing_format(folder)
 
 
 class TextSampler:
@@ -63,7 +63,7 @@ class OneTokenImages:
         return 1
 
 
-def _build_byte_chat() -> ChatFormat:
+def _build_byte_chat(has_images: bool) -> ChatFormat:
     from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
 
@@ -80,12 +80,18 @@ def _build_byte_chat() -> ChatFormat:
         return text + (f"{START}assistant\n" if prompt else "")
 
     (image_id,) = tokenizer.encode(IMAGE).ids
+
+    def reader() -> OneTokenImages:
+        return OneTokenImages(image_id)
+
     return ChatFormat(
         render,
         tokenizer,
-        reader=lambda: OneTokenImages(image_id),
+        reader=reader,
         calling=lambda _: ChatTemplate(
-            lambda messages, tools, prompt: render(_render_tools(messages, tools), prompt), tokenizer
+            lambda messages, tools, prompt: render(_render_tools(messages, tools), prompt),
+            tokenizer,
+            reader=reader if has_images else None,
         ),
     )
 
@@ -105,7 +111,7 @@ def _render_tools(messages: Sequence[dict[str, Any]], tools: Sequence[Any]) -> l
         if rendered and role == "system":
             rendered[0]["content"] = text + rendered[0]["content"]
         else:
-            rendered.append({"role": role, "content": write_calls(text, calls)})
+            rendered.append({"role": role, "content": write_calls(text, calls) if calls else text})
     return rendered
 
 
