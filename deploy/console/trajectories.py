@@ -161,6 +161,12 @@ class RecordedTrajectories:
             return ""
         return tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
+    def _decode_context(self, segment: Segment, start: int, end: int) -> str:
+        """Decode a segment's tokens `[start, end)`, one for each image."""
+        hidden = {i for image in segment.images for i in range(image.start + 1, image.start + image.count)}
+        tokens = enumerate(segment.tokens[start:end].tolist(), start)
+        return self._decode([token for i, token in tokens if i not in hidden])
+
     def _turns(self, trajectory: Trajectory) -> list[TurnView]:
         recorded = trajectory.text[1::2]
         if not recorded:
@@ -170,8 +176,7 @@ class RecordedTrajectories:
         views: list[TurnView] = []
         ends = [0] * len(trajectory.segments)
         for i, turn in enumerate(trajectory.turns):
-            tokens = trajectory.segments[turn.segment].tokens
-            observed = tokens[ends[turn.segment] : turn.start].tolist()
+            segment, observed = trajectory.segments[turn.segment], (ends[turn.segment], turn.start)
             ends[turn.segment] = turn.end
             view = TurnView(
                 segment=turn.segment,
@@ -179,8 +184,8 @@ class RecordedTrajectories:
                 end=turn.end,
                 reward=finite(turn.reward),
                 is_truncated=turn.is_truncated,
-                observation=recorded[i] if i < len(recorded) else self._decode(observed),
-                text=self._decode(tokens[turn.start : turn.end].tolist()),
+                observation=recorded[i] if i < len(recorded) else self._decode_context(segment, *observed),
+                text=self._decode(segment.tokens[turn.start : turn.end].tolist()),
             )
             views.append(view)
         return views
@@ -188,8 +193,8 @@ class RecordedTrajectories:
     def _text(self, trajectory: Trajectory) -> list[str]:
         if len(trajectory.text) > 1 or not trajectory.segments:
             return list(trajectory.text)
-        first = trajectory.segments[0].tokens
-        return [self._decode((first[: trajectory.turns[0].start] if trajectory.turns else first).tolist())]
+        first = trajectory.segments[0]
+        return [self._decode_context(first, 0, trajectory.turns[0].start if trajectory.turns else len(first.tokens))]
 
     def _pieces(self, trajectory: Trajectory) -> dict[str, str]:
         if self._missing_tokenizer():
