@@ -26,8 +26,8 @@ FunctionTemplate = Callable[[str | None], ChatTemplate]
 """tool_call_parser -> template for function calls."""
 
 MARKS = tuple(f"offbeat{i}mark{i}" for i in range(6))
-PADDING = "\n \t"
-"""Space before a mark, reversed behind it; no template writes the tab itself."""
+PADDING = "\n\n\n \t"
+"""Space before a mark, reversed behind it: more newlines than a template writes around a message, and no tab."""
 MAX_CACHED_TEXTS = 2_048
 MAX_CACHED_CHARS = 512
 """Longer texts rarely repeat."""
@@ -40,17 +40,16 @@ class _Pieces(NamedTuple):
 
 
 class _Stripping(NamedTuple):
-    """Sides of a message whose space the template strips."""
+    """Characters that the template strips before and after a message; None: all space."""
 
-    left: bool
-    right: bool
+    left: str | None
+    right: str | None
 
     def apply(self, text: str) -> str:
-        text = text.lstrip() if self.left else text
-        return text.rstrip() if self.right else text
+        return text.lstrip(self.left).rstrip(self.right)
 
 
-KEPT = _Stripping(left=False, right=False)
+KEPT = _Stripping("", "")
 
 
 class ChatFormat:
@@ -212,18 +211,13 @@ def _find_stripping(render: Render, *, system: bool) -> dict[str, _Stripping]:
     return {place: _Stripping(*_find_stripped_sides(text, mark)) for place, mark in marks.items() if mark in text}
 
 
-def _find_stripped_sides(text: str, mark: str) -> Iterator[bool]:
+def _find_stripped_sides(text: str, mark: str) -> Iterator[str | None]:
     before, _, after = text.partition(mark)
     for kept in (before[::-1], after):
         if kept.startswith(PADDING[::-1]):
-            yield False
-        elif not kept.startswith(PADDING[-1]):
-            yield True
+            yield ""
         else:
-            raise RolloutError(
-                f"the chat template strips a part of the space around a message (of {PADDING!r} before and after one): it "
-                "can't be used"
-            )
+            yield "\n" if kept.startswith(PADDING[-1]) else None
 
 
 def _supports_system(render: Render) -> bool:

@@ -58,13 +58,14 @@ class ChatTemplate:
         """extra_stop_ids: besides the template's; parser: None for the detected JSON format; reader: as of `ChatFormat`.
 
         Raises:
-            RolloutError: no special token ends an answer.
+            RolloutError: no special token ends an answer, or an answer has several messages.
         """
         self._render = render
         self._tokenizer = tokenizer
         self._parser = parser
         self._reader = reader
         self.style = _call_style(render)
+        _require_one_message(render)
         self.end_id, self.end_text = _end_of_turn(render, tokenizer)
         self.stop_ids = tuple(dict.fromkeys((self.end_id, *extra_stop_ids)))
         self.start_ids = _start_of_text(tokenizer)
@@ -158,6 +159,24 @@ def load_chat_template(folder: Path, parser_for: Callable[[Any], CallParser] | N
 
     parser = None if parser_for is None else parser_for(tokenizer)
     return ChatTemplate(render, backend, find_end_ids(folder, tokenizer), parser, reader)
+
+
+def _require_one_message(render: RenderAny) -> None:
+    """Raise RolloutError if thought and answer are messages of their own, whose ends are not the turn's (harmony)."""
+    question = {"role": "user", "content": KEY}
+    answer = {"role": "assistant", "content": NAME} | dict.fromkeys(("thinking", "reasoning_content"), VALUE)
+    try:
+        plain, prompt = (render([question], (), is_prompt) for is_prompt in (False, True))
+        full = render([question, answer], (), False)
+    except (TemplateError, TypeError, ValueError, KeyError):
+        return  # it takes no thoughts
+    header = prompt.removeprefix(plain).strip()
+    thought = full.removeprefix(prompt).partition(NAME)[0]
+    if header and prompt.startswith(plain) and full.startswith(prompt) and header in thought:
+        raise RolloutError(
+            f"the chat template writes a thought and its answer as two messages ({header!r} begins both, as in gpt-oss' "
+            "harmony): an answer would end after its thought; take a model that thinks and answers in one, such as Qwen3"
+        )
 
 
 def _end_of_turn(render: RenderAny, tokenizer: Tokenizer) -> tuple[int, str]:

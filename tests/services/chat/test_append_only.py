@@ -47,9 +47,22 @@ NO_END = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-TRIMS_USERS_ONLY = CHATML.replace(
-    "{{ m['content'] }}", "{% if m['role'] == 'user' %}{{ m['content'] | trim }}{% else %}{{ m['content'] }}{% endif %}"
-)
+
+
+def chatml_of(system: str, user: str) -> str:
+    """ChatML whose contents are expressions of `c`."""
+    content = f"{{% if m['role'] == 'system' %}}{{{{ {system} }}}}{{% elif m['role'] == 'user' %}}{{{{ {user} }}}}"
+    content = "{% set c = m['content'] %}" + content + "{% else %}{{ c }}{% endif %}"
+    return CHATML.replace("{{ m['content'] }}", content)
+
+
+STRIPPING = {
+    "gemma 3": chatml_of("c", "c | trim"),
+    "smollm3": chatml_of("c.rstrip()", "c"),
+    "system alone": chatml_of("c | trim", "c"),
+    "newlines": chatml_of("c", "c.strip('\\n')"),
+    "spaces around": chatml_of("' ' + c.lstrip() + ' '", "' ' + c | trim + ' '"),
+}
 
 APPEND_ONLY = {"chatml": CHATML, "qwen": QWEN_DEFAULT_SYSTEM, "trimming": TRIMMING}
 CONVERSATION = [
@@ -118,13 +131,22 @@ def test_templates_without_system_messages_serve_plain_conversations(byte_level:
         chat.first_prompt("Be brief.", "P")
 
 
+@pytest.mark.parametrize("name", STRIPPING)
+def test_space_is_stripped_where_the_template_strips_it(byte_level: Tokenizer, name: str):
+    """By message: the system's, observations', left and right."""
+    render = render_of(STRIPPING[name])
+    chat = ChatFormat(render, byte_level)
+    for system in ("", "\n Be brief.\n\n"):
+        ids = encode_pieces(chat, byte_level, system, CONVERSATION)
+        assert encode_whole(render, byte_level, system, CONVERSATION)[: len(ids)] == ids
+
+
 @pytest.mark.parametrize(
     ("template", "why"),
     [
         (STRIPS_EARLIER, "not append-only"),
         (SYSTEM_LAST, "not append-only|times, not once"),
         (NO_END, "no special token"),
-        (TRIMS_USERS_ONLY, "keeps it for others"),
         ("{{ messages[0]['content'] }}", "not append-only|times, not once"),
     ],
 )
