@@ -115,6 +115,8 @@ class Admission(StrEnum):
     PAUSED = "paused"
     NO_WEIGHTS = "no_weights"
     """Version 0 is unpublished."""
+    LEDGER_BEHIND = "ledger_behind"
+    """Half a million events of groups wait for a learner to copy them to the run's folder."""
     STALENESS_BOUND = "staleness_bound"
     """Rollouts are `max_staleness` ahead."""
     GROUPS_IN_FLIGHT = "groups_in_flight"

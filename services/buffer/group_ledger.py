@@ -1,6 +1,7 @@
 """File of all group events, of which Redis keeps only the newest.
 
-Invariants: an append is one write; the next writer removes a partial last line; no event before the newest is missing.
+Invariants: an append is one write; the next writer removes a partial last line; no event before the newest is missing,
+as Redis forgets none that is not synced to this file, and admits no groups while half a million wait for that.
 Lines of concurrent writers (a learner and its replacement) are equal.
 """
 
@@ -14,7 +15,8 @@ import msgspec
 from redis import Redis
 from redis.exceptions import RedisError
 
-from offbeat.services.buffer.scripts import BufferKeys
+from offbeat.services.buffer.scripts import BufferKeys, BufferScripts
+from offbeat.services.errors import MeshError
 from offbeat.services.jsonl import LinesFile, last_lines, read_lines
 from offbeat.services.threads import Follower
 
@@ -25,6 +27,8 @@ PAGE_SIZE = 1000
 BLOCK_MS = 500
 RETRY_INTERVAL_S = 0.5
 SYNC_INTERVAL_S = 1.0
+SYNC_BACKOFF_S = 9.0
+"""Added after a failure."""
 UNNUMBERED = 0
 
 
@@ -68,13 +72,18 @@ class LedgerFile:
     def __init__(self, output_dir: Path) -> None:
         path = output_dir / LEDGER_FILE
         self._lines = LinesFile(path)  # first: it removes a cut last line, which must be copied again
-        self.position = _newest_id(path)
+        self.newest = _newest_event(path)
+
+    @property
+    def position(self) -> str:
+        """Stream id of the newest event; 0 without any."""
+        return self.newest.id if self.newest else "0"
 
     def append(self, events: Sequence[LifeEvent]) -> None:
         """Append; repeatable. Raises OSError."""
         if events:
             self._lines.append(msgspec.structs.asdict(event) for event in events)
-            self.position = events[-1].id
+            self.newest = events[-1]
 
     def sync(self) -> None:
         self._lines.sync()
@@ -91,7 +100,8 @@ def read_ledger(output_dir: Path) -> list[LifeEvent]:
 
 def newest_event_ms(output_dir: Path) -> int:
     """Return the newest event's time, Unix ms of Redis; 0 without any."""
-    return int(_newest_id(output_dir / LEDGER_FILE).partition("-")[0])
+    newest = _newest_event(output_dir / LEDGER_FILE)
+    return int(newest.id.partition("-")[0]) if newest else 0
 
 
 def count_broken_lines(output_dir: Path) -> int:
@@ -113,14 +123,17 @@ def parse_event(row: dict[str, Any]) -> LifeEvent | None:
         return None
 
 
-def _newest_id(path: Path) -> str:
+def _newest_event(path: Path) -> LifeEvent | None:
     events = [event for row in last_lines(path) if (event := parse_event(row)) is not None]
-    return max(events, key=lambda event: event.sort_key).id if events else "0"
+    return max(events, key=lambda event: event.sort_key, default=None)
 
 
 class LedgerThread(Follower):
+    """Copies events to the file, and has Redis forget those that are durable there."""
+
     def __init__(self, redis: Redis, run_id: str, output_dir: Path) -> None:
         self._redis = redis
+        self._run = BufferScripts(redis, run_id)
         self._run_id = run_id
         self._output_dir = output_dir
         self._warned = False
@@ -128,16 +141,17 @@ class LedgerThread(Follower):
 
     def _follow(self) -> None:
         file = LedgerFile(self._output_dir)
-        synced_at = time.monotonic()
+        synced_at, is_synced = time.monotonic(), False  # a writer before this one may have had no time to trim
         try:
             while True:
                 is_stopping = self._stop.is_set()
                 count = self._copy(file, None if is_stopping else BLOCK_MS)
                 if is_stopping and not count:
                     return
-                if count and time.monotonic() > synced_at + SYNC_INTERVAL_S:
-                    _sync(file)
-                    synced_at = time.monotonic()
+                is_synced = is_synced and not count
+                if not is_synced and time.monotonic() > synced_at + SYNC_INTERVAL_S:
+                    is_synced = _sync(file) and self._trim(file)
+                    synced_at = time.monotonic() + (0.0 if is_synced else SYNC_BACKOFF_S)
         finally:
             _sync(file)
             file.close()
@@ -151,6 +165,15 @@ class LedgerThread(Follower):
                 self._run_id,
             )
 
+    def _trim(self, file: LedgerFile) -> bool:
+        try:
+            if file.newest is not None:
+                self._run("trim", file.newest.id, file.newest.ordinal)
+        except MeshError as error:
+            logger.warning("the ledger's events in Redis are not trimmed: %s", error)
+            return False
+        return True
+
     def _copy(self, file: LedgerFile, block_ms: int | None) -> int:
         try:
             events = read_events_after(self._redis, self._run_id, file.position, block_ms=block_ms)
@@ -163,8 +186,10 @@ class LedgerThread(Follower):
         return len(events)
 
 
-def _sync(file: LedgerFile) -> None:
+def _sync(file: LedgerFile) -> bool:
     try:
         file.sync()
     except OSError as error:
         logger.warning("ledger not synced to disk: %s", error)
+        return False
+    return True

@@ -17,7 +17,7 @@ import msgpack
 from redis import Redis
 
 from offbeat.services.buffer.admin import limit_fields, snapshot_from
-from offbeat.services.buffer.api import Boundary, BufferLimits, Counters, Proof, Reconciled, Snapshot
+from offbeat.services.buffer.api import Admission, Boundary, BufferLimits, Counters, Proof, Reconciled, Snapshot
 from offbeat.services.buffer.config import Order
 from offbeat.services.buffer.scripts import (
     Argument,
@@ -27,14 +27,13 @@ from offbeat.services.buffer.scripts import (
     group_id_of,
     translate_errors,
 )
-from offbeat.services.errors import CodecError, FencedError, MeshError, ReconcileError
+from offbeat.services.errors import CodecError, FencedError, ReconcileError
 from offbeat.services.keys import RunKeys
 from offbeat.services.live_settings import decode_change, encode_change
 from offbeat.services.messages.codec import decode_trajectory
 from offbeat.services.messages.types import Group, Trajectory
 from offbeat.services.redis.connection import MAX_BLOCK_S
 from offbeat.services.redis.incarnation import KnownIncarnation, number_of
-from offbeat.services.threads import Follower
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +41,10 @@ MAX_PREFETCHED_GROUPS = 16
 """Groups per round trip."""
 STOP_STATES = (b"stopped", b"killed")
 
-
-CHECK_INTERVAL_S = 1.0
-"""Interval of checks for lost data."""
+ACK_SIZE = 2000
+"""Groups per call, some 50 ms of Redis."""
+LEDGER_POLL_S = 0.2
+LEDGER_TIMEOUT_S = 60.0
 
 
 class RedisLearnerBuffer:
@@ -202,7 +202,7 @@ class RedisLearnerBuffer:
             self._prefetched.extend(row for row in reply if row[1] not in self._held)
 
     def drop(self, group: Group, reason: str) -> None:
-        self._call("finish", self._epoch, "dropped", reason, "", "", entry_ids=[group.entry_id])
+        self._call("finish", self._epoch, "dropped", reason, "", "", "", entry_ids=[group.entry_id])
 
     def refill(self, group: Group, reason: str, step: int) -> None:
         with self._lock:  # before the call: a reconciliation in between marks it again
@@ -213,10 +213,29 @@ class RedisLearnerBuffer:
         return int(self._call("close", self._epoch, reason))
 
     def ack(self, entry_ids: Sequence[str], step: int) -> int:
+        """Acknowledge in parts, so that no call blocks Redis for long; a part that is not reached is the checkpoint's,
+        whose learner acknowledges it.
+        """
+        count, parts = 0, [entry_ids[i : i + ACK_SIZE] for i in range(0, len(entry_ids), ACK_SIZE)] or [entry_ids]
+        for part in parts[:-1]:
+            count += int(self._call("finish", self._epoch, "trained", step, "", "", "more", entry_ids=part))
+            self._wait_for_ledger()
         with self._lock:
             refilled = {number for number, (until, _) in self._refilled.items() if until <= step}
-            released = [*entry_ids, *(entry_id for entry_id, number in self._numbers.items() if number in refilled)]
-        return int(self._call("finish", self._epoch, "trained", step, "", "", entry_ids=entry_ids, released=released))
+            released = [*parts[-1], *(entry_id for entry_id, number in self._numbers.items() if number in refilled)]
+        last = self._call("finish", self._epoch, "trained", step, "", "", "", entry_ids=parts[-1], released=released)
+        return count + int(last)
+
+    def _wait_for_ledger(self) -> None:
+        """Wait until the ledger's thread has copied events, if very many wait for it."""
+        deadline = time.monotonic() + LEDGER_TIMEOUT_S
+        while self.snapshot().admission is Admission.LEDGER_BEHIND:
+            if time.monotonic() > deadline:
+                logger.warning(
+                    "the ledger on disk is far behind: events may be lost, which `offbeat audit` will report"
+                )
+                return
+            time.sleep(LEDGER_POLL_S)
 
     def adopt(self, step: int) -> Boundary:
         paused, desired, flat = self._call("adopt", self._epoch, step)
@@ -330,7 +349,7 @@ class RedisLearnerBuffer:
         entry_id, number, version, temperature, packed, is_lost = row
         if is_lost:
             logger.warning("group %d dropped, Redis has lost its trajectories", number)
-            self._finish_now("dropped", "lost", "", "", entry_id)
+            self._finish_now("dropped", "lost", "", "", "", entry_id)
             return None
         flat = msgpack.unpackb(packed, raw=True)
         fields = {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)}
@@ -347,7 +366,7 @@ class RedisLearnerBuffer:
         if unreadable or not trajectories:
             reason = next(iter(unreadable.values()), "no trajectories")
             logger.error("group %d dropped, it can't be decoded: %s", number, reason)
-            self._finish_now("dropped", "corrupt", reason, ",".join(map(str, unreadable)), entry_id)
+            self._finish_now("dropped", "corrupt", reason, ",".join(map(str, unreadable)), "", entry_id)
             return None
         return build_group(self._run_id, number, entry_id, version, temperature, trajectories)
 
@@ -371,18 +390,3 @@ class RedisLearnerBuffer:
         block_ms = max(1, int(min(timeout_s, MAX_BLOCK_S) * 1000))
         with translate_errors():
             self._redis.xread(cast(Any, positions), count=1, block=block_ms)
-
-
-class IncarnationWatch(Follower):
-    """Reconciliation while the learner computes."""
-
-    def __init__(self, buffer: RedisLearnerBuffer) -> None:
-        self._buffer = buffer
-        super().__init__("incarnation")
-
-    def _follow(self) -> None:
-        while not self._stop.wait(CHECK_INTERVAL_S):
-            try:
-                self._buffer.reconcile_if_needed()
-            except MeshError as error:  # the learner's own thread meets it, too, and decides
-                logger.warning("the run's data could not be reconciled: %s", error)

@@ -261,6 +261,7 @@ def _no_running_group(snapshot: RunSnapshot, step: int, since: float) -> list[Ca
     reasons = {
         Admission.PAUSED: "no new group may start while the run is paused",
         Admission.NO_WEIGHTS: "no weights are published yet",
+        Admission.LEDGER_BEHIND: "the run's folder lacks the newest events of groups, which the learner copies there",
         Admission.ALL_ADMITTED: "all groups of the run were admitted",
         Admission.STALENESS_BOUND: "the staleness bound admits none before the next version is published",
     }

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 from offbeat.services.buffer.group_ledger import LedgerThread
-from offbeat.services.buffer.learner_client import IncarnationWatch, RedisLearnerBuffer
+from offbeat.services.buffer.incarnation_watch import IncarnationWatch
+from offbeat.services.buffer.learner_client import RedisLearnerBuffer
 from offbeat.services.buffer.scores import RedisGroupScores
 from offbeat.services.device_turns import LearnerTurns
 from offbeat.services.errors import CodecError, ControlError, RetryableError

@@ -6,6 +6,7 @@ local function count_admissible(limits, step)
   if not limits then return 0, 'not_configured' end
   if limits.paused == '1' then return 0, 'paused' end
   if not step then return 0, 'no_weights' end
+  if is_ledger_behind() then return 0, 'ledger_behind' end
   local admitted, dropped, failed = unpack(redis.call('HMGET', LEDGER, 'admitted', 'dropped', 'failed'))
   local standing = (admitted or 0) - (dropped or 0) - (failed or 0)
   -- A bound of n / groups_per_step versions is n groups, whatever its binary fraction rounds to.

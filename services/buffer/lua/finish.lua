@@ -2,10 +2,12 @@
 -- refilled leave it with the trained ones.
 --
 -- ARGV     1 epoch, 2 `trained` or `dropped`, 3 the step of the checkpoint, or the reason, 4 why blobs are unreadable,
---          5 members whose blobs are kept in quarantine, comma-separated, 6... entry ids
+--          5 members whose blobs are kept in quarantine, comma-separated, 6 `more` if a later call has further entries of the
+--          checkpoint (refilled groups leave with the last), else nothing, 7... entry ids
 -- Returns  how many of the entries were still in; FENCED
 -- Invariants  an entry is counted once, whatever is repeated; the entry, its pending mark and its blobs go together.
-local epoch, outcome, detail, complaint, unreadable = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5] -- `unpack` takes 8,000
+local epoch, outcome, detail = ARGV[1], ARGV[2], ARGV[3] -- `unpack` takes 8,000
+local complaint, unreadable, is_last = ARGV[4], ARGV[5], ARGV[6] ~= 'more'
 local QUARANTINE_KEPT = 16
 if is_fenced(epoch) then return fenced_reply(epoch) end
 
@@ -18,7 +20,7 @@ local function quarantine(number, unit)
 end
 
 local ids, blobs, numbers, seen = {}, {}, {}, {}
-for i = 6, #ARGV do
+for i = 7, #ARGV do
   local entry = redis.call('XRANGE', STREAM, ARGV[i], ARGV[i])[1]
   if entry and not seen[entry[1]] then
     seen[entry[1]] = true
@@ -28,7 +30,7 @@ for i = 6, #ARGV do
     ids[#ids + 1], blobs[#blobs + 1], numbers[#numbers + 1] = entry[1], blobs_key(unit), number
   end
 end
-local count, refilled = #ids, outcome == 'trained' and refilled_until(tonumber(detail)) or {}
+local count, refilled = #ids, outcome == 'trained' and is_last and refilled_until(tonumber(detail)) or {}
 for _, row in ipairs(refilled) do
   local number, id = unpack(row)
   if seen[id] or #redis.call('XRANGE', STREAM, id, id) == 0 then

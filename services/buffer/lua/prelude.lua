@@ -27,7 +27,7 @@
 --   workers           zset    worker -> last heartbeat, on the observed clock
 --   idle              zset    worker -> places for members of groups that its last claim left free
 --   bell:<worker>     stream  that it was woken; its last entry
---   life              stream  events of groups, trimmed
+--   life              stream  events of groups; those that are on the learner's disk are trimmed (trim.lua)
 --   refilled          hash    number of each group that its step replaces -> step (as in `trained`), entry id and reason: it stays in
 --                             the stream, for a learner that repeats the step, and leaves it with the step's checkpoint
 --   quarantine        list    newest undecodable blobs
@@ -59,7 +59,8 @@ local QUEUE_TRAIN, QUEUE_EVAL = ROOT .. ':queue:t', ROOT .. ':queue:e'
 local LEARNER = 'learner'
 local SAMPLER, SCORED, IDLE = ROOT .. ':sampler', ROOT .. ':scored', ROOT .. ':idle'
 local REFILLED, SCANNED = ROOT .. ':refilled', ROOT .. ':scanned'
-local LIFE_KEPT, BELL_KEPT, REASONS_KEPT = 100000, 128, 64
+local BELL_KEPT, REASONS_KEPT = 128, 64
+local LIFE_KEPT, LIFE_LIMIT = 100000, 1000000 -- events: copied ones that are kept; all, without a copier
 local UNPACKED = 1000 -- maximum arguments per command; even, to keep pairs together
 
 local function meta_key(unit) return ROOT .. ':unit:' .. unit end
@@ -118,11 +119,15 @@ local function wake_one()
   if worker then redis.call('XADD', bell_key(worker), 'MAXLEN', 1, '*', 'e', 'work') end
 end
 
--- `i` counts without gaps, so that copies of the stream detect missed events and data loss in Redis.
+-- `i` counts without gaps, so that copies of the stream detect missed events and data loss in Redis. The limit bounds memory alone:
+-- admission ends at half of it, so that none is trimmed that was not copied.
 local function record(number, event, detail)
   local ordinal = redis.call('HINCRBY', LEDGER, 'events', 1)
-  redis.call('XADD', LIFE, 'MAXLEN', '~', LIFE_KEPT, '*', 'n', number, 'e', event, 'd', detail, 'i', ordinal)
+  redis.call('XADD', LIFE, 'MAXLEN', '~', LIFE_LIMIT, '*', 'n', number, 'e', event, 'd', detail, 'i', ordinal)
 end
+
+-- True if so many events wait for their copy on disk that no group may start.
+local function is_ledger_behind() return redis.call('XLEN', LIFE) > LIFE_LIMIT / 2 end
 
 -- Step, entry id and reason of a refilled group; nothing for others.
 local function read_refilled(number)

@@ -59,7 +59,7 @@ local function lift_events()
   if at >= proof.life then return end
   local id = string.format('%.0f-0', proof.life + 1)
   local ordinal = redis.call('HINCRBY', LEDGER, 'events', 1)
-  redis.call('XADD', LIFE, 'MAXLEN', '~', LIFE_KEPT, id, 'n', 0, 'e', 'reconciled', 'd', 'clock', 'i', ordinal)
+  redis.call('XADD', LIFE, 'MAXLEN', '~', LIFE_LIMIT, id, 'n', 0, 'e', 'reconciled', 'd', 'clock', 'i', ordinal)
 end
 
 -- An id that is not above the stream's newest one is refused.

@@ -5,13 +5,13 @@ import threading
 import numpy as np
 import pytest
 
+from offbeat.services.buffer.api import Proof
 from offbeat.services.buffer.scores import (
     GroupLostError,
     RedisGroupScores,
     RedisScoreQueue,
     ScoreRefusedError,
 )
-from offbeat.services.buffer.api import Proof
 from offbeat.services.buffer.scripts import BufferKeys
 from offbeat.services.errors import ForeignRunError
 from tests.services.buffer.buffer_play import RUN, Run, run_uid
