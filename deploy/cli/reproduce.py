@@ -44,7 +44,7 @@ def reproduce_run(run: str, step: int | None, *, console: Console, as_json: bool
         plan, ranks = find_plan(learner_run, step), ranks_of_environment(config.actor_train.device)
         with process_group(ranks):
             reproduced = reproduce(learner_run, plan, ranks, sample_step=step, show=show)
-    except (ControlError, CodecError, RuntimeError, OSError) as error:
+    except (ControlError, CodecError, RuntimeError, OSError, ValueError) as error:  # ValueError: scores are missing
         raise ReproduceError(str(error)) from error
     if as_json:
         json.dump(_as_tree(reproduced), console.file, indent=2)

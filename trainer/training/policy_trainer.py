@@ -7,10 +7,7 @@ reference start from them, kept in `start/` after a warm start.
 import gc
 import json
 import logging
-import secrets
-import shutil
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,13 +34,14 @@ from offbeat.trainer.models.lora import PREFIX, save_adapter
 from offbeat.trainer.models.policy import PackedCritic, PackedPolicy
 from offbeat.trainer.models.reward_model import PackedRewardModel
 from offbeat.trainer.models.tokenizer_check import check_same_tokens
-from offbeat.trainer.run import START, LearnerRun
+from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.training.critic_trainer import CRITIC_STATE, load_first_critic
 from offbeat.trainer.training.data_step import DataTrainer, make_trainer
 from offbeat.trainer.training.group_scorer import GroupScorer
 from offbeat.trainer.training.optimizer_step import BatchTrainer, Gauges, StepModels, StepPreview
 from offbeat.trainer.training.prepare_scores import open_sources, prepare_scores, show_files
 from offbeat.trainer.training.score_keys import score_keys
+from offbeat.trainer.training.start_folder import IN_CHECKPOINT, StartFolder, is_based_on_start
 from offbeat.trainer.training.step_tokens import StepTokens
 from offbeat.trainer.warm_start.factory import make_demonstrator
 from offbeat.trainer.warm_start.train import Progress, warm_start
@@ -61,10 +59,21 @@ REFERENCE = Path("state", "reference.safetensors")
 class PolicyTrainer:
     """`Trainer` on one rank; collective."""
 
-    def __init__(self, run: LearnerRun, ranks: Ranks, watchdog: Watchdog | None = None) -> None:
-        """watchdog: kicked at each forward pass."""
+    def __init__(
+        self,
+        run: LearnerRun,
+        ranks: Ranks,
+        watchdog: Watchdog | None = None,
+        *,
+        recorded_scores: Mapping[str, str] | None = None,
+    ) -> None:
+        """watchdog: kicked at each forward pass. recorded_scores: role -> key, of scores that the batches of a reproduction
+        hold.
+        """
         self._watchdog = watchdog
+        self._recorded_scores = recorded_scores
         self._run = run
+        self._start = StartFolder(run, ranks)
         self._config = run.config
         self._train = run.config.actor_train
         self._ranks = ranks
@@ -106,10 +115,10 @@ class PolicyTrainer:
             if self._has_companions or self._uses_adapters:
                 self._save_start(self._policy.tensors())
             if self._uses_adapters:
-                self._replace_policy(lambda: self._load_trained(self._run.output_dir / START))
+                self._replace_policy(lambda: self._load_trained(self._start.path))
         if self._ranks.critics:
             broadcast(self._ranks, READY)
-        return self._build_companions(progress, should_stop)
+        return self._build_companions(self._run.first_weights, progress, should_stop)
 
     def load(
         self,
@@ -123,13 +132,13 @@ class PolicyTrainer:
         Raises:
             RuntimeError, OSError: another model or set-up, or missing first weights.
         """
-        self._find_start(folder)
+        first_weights = self._find_first_weights(folder)
         barrier(self._ranks)
-        if not self._build_companions(progress, should_stop):
+        if not self._build_companions(first_weights, progress, should_stop):
             return False
         self._batches.load_state_dict(json.loads((folder / ALGORITHM).read_text()))
         self._policy.load(folder / "state" / "policy")
-        if self._uses_adapters and _is_based_on_start(folder):
+        if self._uses_adapters and is_based_on_start(folder):
             self._restore_base(folder)
         if self._critic is not None:
             self._critic.load(folder / CRITIC_STATE)
@@ -189,6 +198,8 @@ class PolicyTrainer:
         if self._ranks.rank == 0:
             if isinstance(self._reference, FrozenModel) and self._config.ref_model_sync_steps is not None:
                 save_file({name: tensor.cpu() for name, tensor in self._reference.tensors()}, folder / REFERENCE)
+            elif self._keeps_start:
+                self._start.link_into(folder)
             (folder / ALGORITHM).write_text(json.dumps(self._batches.state_dict()))
         save_file({"cpu": torch.get_rng_state(), **_cuda_rng(self._ranks.device)}, self._rng_file(folder))
         barrier(self._ranks)  # rank 0 counts the files next
@@ -208,10 +219,16 @@ class PolicyTrainer:
         """Return whether the reference is the warm-started policy."""
         return self._config.needs_reference and self._config.reference.model_args.model_name_or_path is None
 
-    def _build_companions(self, progress: Progress, should_stop: Callable[[], bool]) -> bool:
-        """Return False if stopped."""
-        folder, keys = self._run.first_weights, score_keys(self._run)
-        is_precomputed = self._config.reads_data and self._config.dpo.precompute_ref_log_probs
+    @property
+    def _keeps_start(self) -> bool:
+        """Return whether the warm-started policy is needed beside the trained one; adapters' state has their base."""
+        return self._config.warm_start is not None and self._refers_to_start and not self._uses_adapters
+
+    def _build_companions(self, folder: Path, progress: Progress, should_stop: Callable[[], bool]) -> bool:
+        """Return False if stopped. folder: of the first weights."""
+        recorded = self._recorded_scores
+        keys = score_keys(self._run) if recorded is None else recorded
+        is_precomputed = recorded is None and self._config.reads_data and self._config.dpo.precompute_ref_log_probs
         if self._config.has_own_critic and not self._ranks.critics:
             self._critic = self._engine(self._kick_watchdog(load_first_critic(self._run)))
         is_served = REFERENCE_ROLE in keys and not is_precomputed
@@ -328,43 +345,28 @@ class PolicyTrainer:
         return make_engine(module, self._train, self._ranks)
 
     def _save_start(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        staging = self._start_staging()
+        staging = self._start.make_staging()
         if self._ranks.rank == 0:
             staging.mkdir(parents=True)
         self._export(staging, tensors)
-        self._rename_to_start(staging)
+        self._start.publish(staging)
 
-    def _rename_to_start(self, staging: Path) -> None:
-        start = self._run.output_dir / START
-        if self._ranks.rank == 0 and staging.is_dir():
-            replaced = self._start_staging()
-            with suppress(FileNotFoundError):
-                start.rename(replaced)
-            staging.rename(start)
-            shutil.rmtree(replaced, ignore_errors=True)
-        gather(self._ranks, b"")  # barrier: all ranks read it next
-
-    def _start_staging(self) -> Path:
-        """Return a path that no other learner uses."""
-        return self._run.output_dir / f".{START}-{secrets.token_hex(4)}"
-
-    def _find_start(self, checkpoint: Path) -> None:
-        if self._config.warm_start is None or not self._refers_to_start or self._uses_adapters:
-            return
-        own, other = self._run.output_dir / START, checkpoint.resolve().parent.parent / START
-        staging = self._start_staging()
-        if self._ranks.rank == 0 and other.is_dir() and other != own.resolve():
-            shutil.copytree(other, staging)
-        self._rename_to_start(staging)
-        if not own.is_dir() and not (checkpoint / REFERENCE).is_file():
+    def _find_first_weights(self, checkpoint: Path) -> Path:
+        """Return the folder of the first weights, which a reproduction reads where they are."""
+        if not self._keeps_start:
+            return self._run.first_weights
+        if self._recorded_scores is not None and (checkpoint / IN_CHECKPOINT).is_dir():
+            return checkpoint / IN_CHECKPOINT
+        if not self._start.restore(checkpoint) and not (checkpoint / REFERENCE).is_file():
             raise RuntimeError(
-                f"the reference is the policy after its warm start, and neither {own} nor {other} exists: these weights are "
-                "saved only if the run has a reference, adapters or its own critic when it begins"
+                f"the reference is the policy after its warm start, and neither {self._start.path} nor {checkpoint} nor the "
+                "checkpoint's run has these weights: they are saved only if the run has a reference when it begins"
             )
+        return self._run.first_weights
 
     def _restore_base(self, checkpoint: Path) -> None:
         """Write the adapters' base from the loaded state, unless the checkpoint is this run's own, whose base is here."""
-        is_here = (self._run.output_dir / START).is_dir() and checkpoint.resolve().is_relative_to(self._run.output_dir)
+        is_here = self._start.path.is_dir() and checkpoint.resolve().is_relative_to(self._run.output_dir)
         if not int(gather(self._ranks, b"%d" % is_here)[0]):
             parts = self._policy.tensors("parts")
             self._save_start((name, tensor) for name, tensor in parts if not name.startswith(PREFIX))
@@ -383,9 +385,8 @@ class PolicyTrainer:
         factors = {
             name: tensor.to("cpu", copy=True) for name, tensor in self._policy.tensors("adapter")
         }  # on every rank
-        start = self._run.output_dir / START
         if self._ranks.rank == 0:
-            base = start if start.is_dir() else self._run.model_folder
+            base = self._start.path if self._start.path.is_dir() else self._run.model_folder
             save_adapter(folder, factors, self._train.model_args, base)
 
     def _rng_file(self, folder: Path) -> Path:
@@ -394,9 +395,3 @@ class PolicyTrainer:
 
 def _cuda_rng(device: torch.device) -> Mapping[str, Tensor]:
     return {"cuda": torch.cuda.get_rng_state()} if device.type == "cuda" else {}
-
-
-def _is_based_on_start(checkpoint: Path) -> bool:
-    """Return whether the base of a checkpoint's adapter is a policy after its warm start."""
-    settings = json.loads((checkpoint / "adapter" / "adapter_config.json").read_text())
-    return Path(settings["base_model_name_or_path"]).name == START

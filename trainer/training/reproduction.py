@@ -16,9 +16,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from offbeat.services.errors import ControlError
+from offbeat.services.messages.types import Group
 from offbeat.trainer.checks.function_keys import user_functions
 from offbeat.trainer.config.aliases import canonical_json
 from offbeat.trainer.config.run import LearnerRunConfig
+from offbeat.trainer.config.scored_roles import Placement, scored_roles
 from offbeat.trainer.data.seats import list_members
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.process_group import Ranks
@@ -31,6 +33,7 @@ from offbeat.trainer.training.checkpoint import (
     read_checkpoint,
 )
 from offbeat.trainer.training.policy_trainer import PolicyTrainer
+from offbeat.trainer.training.score_keys import role_of_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +125,7 @@ def reproduce(
     Raises:
         ControlError: a checkpoint was written by several processes, or its configuration can't be read.
         CodecError: an unreadable batch.
+        ValueError: a group without scores of a service or of files.
     """
     batch_log = BatchLog(run.output_dir)
     compared: list[WeightComparison] = []
@@ -131,13 +135,14 @@ def reproduce(
         show(f"from {segment.start.path}")
         for step in segment.steps:
             recorded = batch_log.read(step, segment.run.config)
+            batch = key_scores_by_role(recorded.batch)
             trainer.set_learning_rate(recorded.learning_rate)
             if step == sample_step:
-                samples = preview(trainer, recorded.batch)
-            trainer.train(recorded.batch)
+                samples = preview(trainer, batch)
+            trainer.train(batch)
             if step in plan.checkpoints:
                 compared.append(_compare(step, trainer, plan.checkpoints[step].path))
-            show(f"step {step}: {len(recorded.batch.groups)} groups{_describe(compared, step)}")
+            show(f"step {step}: {len(batch.groups)} groups{_describe(compared, step)}")
         del trainer  # before the next one's models
     return ReproductionResult(plan.start.state.step, plan.steps, tuple(compared), tuple(samples))
 
@@ -188,9 +193,29 @@ def _load_trainer(segment: PlanSegment, ranks: Ranks) -> PolicyTrainer:
         )
     torch.set_num_threads(config.actor_train.num_threads)
     torch.manual_seed(config.seed)
-    trainer = PolicyTrainer(segment.run, ranks)
+    trainer = PolicyTrainer(segment.run, ranks, recorded_scores=_recorded_scores(config))
     trainer.load(path, state.kl_coef)
     return trainer
+
+
+def _recorded_scores(config: LearnerRunConfig) -> dict[str, str]:
+    """Return role -> key of `key_scores_by_role`."""
+    placements: tuple[Placement, ...] = ("service", "files")
+    names = [role.name for each in placements for role in scored_roles(config, config.reference, each)]
+    return {name: name for name in names}
+
+
+def key_scores_by_role(batch: StepBatch) -> StepBatch:
+    """Return the batch with its scores under their roles' names.
+
+    The keys of services and files name the lineage and the files' times, which the run in the folder need not have any
+    more. Of several scores of a role, a group was trained with the last.
+    """
+
+    def rename(group: Group) -> Group:
+        return replace(group, scores={role_of_key(key): blob for key, blob in group.scores.items()})
+
+    return replace(batch, groups=tuple(map(rename, batch.groups)), shaped=tuple(map(rename, batch.shaped)))
 
 
 def preview(trainer: PolicyTrainer, batch: StepBatch) -> list[SampleView]:

@@ -27,6 +27,10 @@ def score_keys(run: LearnerRun) -> Mapping[str, str]:
     }
 
 
+def role_of_key(key: str) -> str:
+    return key.rpartition("@")[0]
+
+
 def file_key(run: LearnerRun, role: ScoredRole, policy_folder: Path) -> str:
     """Return the key of scores in files. policy_folder: of tokenizer and chat template."""
     inputs = [*_file_inputs(run, role), _scored_rows(run, role), _columns(run), _tokenizer(policy_folder)]
