@@ -20,6 +20,8 @@ from offbeat.services.redis.run_writes import AsyncRunWrites, RunWrites
 from offbeat.services.text_samples import TextSample, sample_from_row, sample_to_row
 
 MAX_METRIC_RECORDS = 200_000
+CHATTY_LOGGERS = ("httpx", "httpcore")
+"""A line per request, which is one per turn of an engine by HTTP and one per score of a judge."""
 
 
 def configure_logging(service: str, log_dir: Path | None, level: int = logging.INFO) -> None:
@@ -32,6 +34,8 @@ def configure_logging(service: str, log_dir: Path | None, level: int = logging.I
         handler = logging.FileHandler(log_dir / f"{service}.log", errors="backslashreplace")
     handler.setFormatter(make_formatter(service))
     logging.basicConfig(level=level, handlers=[handler], force=True)
+    for name in CHATTY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 @dataclass(frozen=True, slots=True)

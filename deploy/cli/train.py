@@ -96,7 +96,6 @@ def resume_command(config_path: Path, overrides: Sequence[str]) -> str:
 
 def _train(config: RunConfig, resume: str, aside: Path | None) -> int:
     configure_logging("offbeat", make_log_folder(config))
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     run_folder.write_config(config.output_dir, dump_yaml(config))
     view = open_view(config.exp_name, logging_steps=config.logging_steps)
     command = TrainCommand(config, view, resume)

@@ -1,10 +1,12 @@
 import asyncio
+import logging
 import os
 import signal
 import threading
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from redis import Redis
 
@@ -17,6 +19,7 @@ from offbeat.services.telemetry import (
     MetricRecord,
     Partial,
     RedisMetrics,
+    configure_logging,
     mean,
     merge_all,
 )
@@ -101,3 +104,23 @@ def pause(pid: int | None, seconds: float) -> None:
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(seconds, os.kill, (pid, signal.SIGCONT)).start()
+
+
+@pytest.mark.parametrize("level", [logging.INFO, logging.DEBUG])
+def test_a_request_over_http_is_no_line_in_the_log(tmp_path: Path, level: int):
+    """Engines by HTTP and rewards send one per turn and score: for weeks, into a file that nothing rotates."""
+    root = logging.getLogger()
+    handlers, root_level = root.handlers[:], root.level
+    try:
+        configure_logging("worker", tmp_path, level)
+        with httpx.Client(transport=httpx.MockTransport(lambda _: httpx.Response(200))) as client:
+            assert client.get("http://engine/health").is_success
+        logging.getLogger("offbeat").info("a line of ours")
+    finally:
+        for handler in set(root.handlers) - set(handlers):
+            handler.close()
+        root.handlers[:] = handlers
+        root.setLevel(root_level)
+    log = (tmp_path / "worker.log").read_text()
+    assert log.count("\n") == 1
+    assert "a line of ours" in log
