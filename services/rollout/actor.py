@@ -30,7 +30,7 @@ from offbeat.services.redis.run_writes import AsyncRunWrites
 from offbeat.services.rollout.config import WorkerSettings
 from offbeat.services.rollout.data.prompts import PromptSource, open_prompts
 from offbeat.services.rollout.data.source import open_data
-from offbeat.services.rollout.rewards import EpisodeRewards
+from offbeat.services.rollout.rewards import DatasetColumns, EpisodeRewards
 from offbeat.services.rollout.worker import EnvWorker, WorkerEnd
 from offbeat.services.telemetry import AsyncRedisMetrics, MetricRecord, configure_logging
 
@@ -58,15 +58,27 @@ def worker_name(run_id: str, index: int | str) -> str:
     return f"env-worker-{run_id}-{index}"
 
 
-def build_rewards(settings: WorkerSettings, prompts: PromptSource | None, chat: ChatFormat) -> EpisodeRewards | None:
-    """Build a worker's rewards, on its event loop; raises ValueError."""
-    if settings.rewards is None or settings.data is None or prompts is None:
+def load_format(settings: WorkerSettings) -> ChatFormat | None:
+    """Load the policy's chat format; None if nothing is sampled, as rows may have a template that no policy can play by."""
+    if not settings.generation_app:
         return None
+    with uncollected_imports():  # of transformers
+        return load_playing_format(settings.model_folder)
+
+
+def build_rewards(
+    settings: WorkerSettings, prompts: PromptSource | None, chat: ChatFormat | None
+) -> EpisodeRewards | None:
+    """Build a worker's rewards, on its event loop; raises ValueError."""
+    if settings.rewards is None:
+        return None
+    assert chat is not None, "rewards are of sampled answers"
     # HTTP clients and all kinds of rewards, which a run without rewards does not need
     from offbeat.services.reward.factory import make_scorer  # noqa: PLC0415
 
     scorer = make_scorer(settings.rewards, run_id=settings.run_id)
-    return EpisodeRewards(settings.rewards, settings.data, prompts, scorer, chat)
+    columns = None if prompts is None or settings.data is None else DatasetColumns(settings.data, prompts)
+    return EpisodeRewards(settings.rewards, scorer, chat, columns)
 
 
 class EnvWorkerActor:
@@ -76,9 +88,8 @@ class EnvWorkerActor:
         os.environ.update(self._settings.environment)
         configure_logging(self._name, self._settings.output_dir / "logs")
         set_process_log_fields(run=self._settings.run_id)
-        with uncollected_imports():  # of transformers
-            self._chat = load_playing_format(self._settings.model_folder)
-        if self._chat.rewrites:
+        self._chat = load_format(self._settings)
+        if self._chat is not None and self._chat.rewrites:
             logger.info("turns whose history is rewritten become segments of their own: %s", self._chat.rewrites)
         self._worker: EnvWorker | None = None
         self._run_task = asyncio.get_running_loop().create_task(self._run())

@@ -39,13 +39,13 @@ class EpisodePlayer:
         buffer: RolloutBuffer,
         generation: GenerationClient,
         reporter: WorkerMetrics,
-        chat: ChatFormat,
+        chat: ChatFormat | None,
         clock: AwakeClock,
         data: DataSource | None,
         prompts: PromptSource | None,
         has_rewards: bool,
     ) -> None:
-        """clock: of `generation`. has_rewards: whether rewards read the episodes' texts."""
+        """chat: None if nothing is sampled. clock: of `generation`. has_rewards: whether rewards read episodes' texts."""
         self._settings = settings
         self._worker_id = worker_id
         self._reporter = reporter
@@ -62,7 +62,7 @@ class EpisodePlayer:
         self._agents = runtime_for(settings.custom_envs, settings.model_folder, clock)
         self._eval_tasks = EvalTasks(settings, settings.seed)
         self._train_tasks = TaskAssigner(settings, settings.seed, buffer)
-        self._samplings = build_samplings(settings, chat.stop_ids)
+        self._samplings = {} if chat is None else build_samplings(settings, chat.stop_ids)
         self._tracer = open_episode_tracer(
             settings.telemetry, run_id=settings.run_id, run_uid=settings.run_uid, worker_id=worker_id
         )
@@ -198,6 +198,7 @@ class EpisodePlayer:
     async def _play_plan(
         self, plan: EpisodePlan, leased: LeasedEnv, waiting: Waiting, trace: EpisodeSpans
     ) -> Trajectory:
+        assert self._chat is not None, "episodes are sampled"
         continues = plan.env.continues_prompts and self._chat.rewriting is None
         with self._sampler(plan.task, plan.sampling, continues=continues) as sampler:
             calls = InstrumentedEpisode(

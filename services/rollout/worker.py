@@ -24,6 +24,7 @@ from offbeat.services.retry import retry_until_answered
 from offbeat.services.rollout.config import WorkerSettings
 from offbeat.services.rollout.data.prompts import PromptSource
 from offbeat.services.rollout.data.source import DATASET_KEY, DataSource
+from offbeat.services.rollout.episodes.transcript import Transcript
 from offbeat.services.rollout.metrics import WorkerMetrics
 from offbeat.services.rollout.outcomes import EpisodeOutcomes, key_of
 from offbeat.services.rollout.player import EpisodePlayer
@@ -66,15 +67,15 @@ class EnvWorker:
         buffer: RolloutBuffer,
         generation: GenerationClient,
         metrics: AsyncMetricsSink,
-        chat: ChatFormat,
+        chat: ChatFormat | None,
         board: WaitsWriter | None = None,
         data: DataSource | None = None,
         prompts: PromptSource | None = None,
         rewards: EpisodeRewards | None = None,
         clock: AwakeClock | None = None,
     ) -> None:
-        """board: None publishes no wait status. data: rows of training groups; None: episodes. prompts: rows that
-        episodes answer, scored by `rewards`. clock: of `generation`.
+        """chat: None if nothing is sampled. board: None publishes no wait status. data: rows of training groups; None:
+        episodes. prompts: rows that episodes answer, scored by `rewards`. clock: of `generation`.
         """
         self._settings = settings
         self._worker_id = worker_id
@@ -94,7 +95,6 @@ class EnvWorker:
             clock=clock or AwakeClock(),
             data=data,
             prompts=prompts,
-            has_rewards=rewards is not None,
         )
         self._outcomes = EpisodeOutcomes(settings.train_env_manager.group_size)
         self._playing: dict[EpisodeTask, asyncio.Task[None]] = {}
@@ -286,9 +286,10 @@ class EnvWorker:
             tag = self._player.eval_tag(task)
             env_task = await self._player.find_task(task)
             tag = env_task.tag
-            trajectory = await self._player.make_trajectory(task, env_task, waiting)
-            if self._rewards is not None:
-                trajectory = await self._score(self._rewards, trajectory, task, slot, waiting)
+            transcript = None if self._rewards is None else self._rewards.begin(tag)
+            trajectory = await self._player.make_trajectory(task, env_task, waiting, transcript)
+            if self._rewards is not None and transcript is not None:
+                trajectory = await self._score(self._rewards, trajectory, transcript, task, slot, waiting)
             waiting.enter(Wait.BUFFER)
             await slot.finish_and_wait_for_flush()
             result = await retry_until_answered(lambda: self._buffer.submit(self._worker_id, task, trajectory))
@@ -309,14 +310,19 @@ class EnvWorker:
             self._reporter.submitted(task.kind, tag, result.value)
 
     async def _score(
-        self, rewards: EpisodeRewards, trajectory: Trajectory, task: EpisodeTask, slot: Slot, waiting: Waiting
+        self,
+        rewards: EpisodeRewards,
+        trajectory: Trajectory,
+        transcript: Transcript,
+        task: EpisodeTask,
+        slot: Slot,
+        waiting: Waiting,
     ) -> Trajectory:
         """Return the episode with its rewards, lending its slot; raises RewardError."""
         slot.lend()
         waiting.enter(Wait.REWARD)
         began = time.monotonic()
-        scored = await rewards.add(trajectory, task.kind)
+        scored = await rewards.add(trajectory, task.kind, transcript)
         seconds = time.monotonic() - began
         self._reporter.scored(task.kind, trajectory.tag, seconds)
-        text = scored.text if self._player.keeps_text(task) else ()
-        return structs.replace(scored, text=text, duration_s=scored.duration_s + seconds)
+        return structs.replace(scored, duration_s=scored.duration_s + seconds)

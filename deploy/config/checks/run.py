@@ -80,7 +80,8 @@ def check_run(
         *_of_new_runs(config, [*check_harbor(config), *check_step_times(config)], started=started),
         *_check_functions(config, on_step),
     ]
-    return issues or (check_first_prompts(config, on_step, trial=trial) if config.custom_envs else [])
+    samples = bool(config.custom_envs) or config.uses_engine
+    return issues or (check_first_prompts(config, on_step, trial=trial) if samples else [])
 
 
 def check_settings(

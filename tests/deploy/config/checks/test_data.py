@@ -11,8 +11,10 @@ from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import load_run, read_run
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.vocabulary import collect_words
+from offbeat.deploy.run_setup import worker_settings
 from offbeat.envs.frozen_lake.env import WORDS
 from offbeat.envs.frozen_lake.rows import conversations, pairs, write_rows
+from offbeat.services.rollout.actor import load_format
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.models.tiny import ROLES, write_tiny_policy
 from offbeat.trainer.models.tokenizer_check import check_same_tokens
@@ -360,6 +362,24 @@ def test_rows_are_checked_by_the_configured_template(tmp_path: Path):
     (tmp_path / "other.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     issues = refused(tmp_path, "sft", model, f"chat_template={tmp_path / 'other.jinja'}")
     assert "the end of an answer can't be determined" in issues["chat_template"]
+
+
+REPEATING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}{% if m['role'] == 'user' %} {{ m['content'] }}"
+    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Template that rows can be rendered by, and no policy can play by."""
+
+
+def test_a_template_that_can_not_be_played_by_is_refused_only_where_the_policy_samples(tmp_path: Path):
+    write_llama(tmp_path / "model", REPEATING)
+    model = f"pretrain={tmp_path / 'model'}"
+    rows = load(tmp_path, "sft", model)
+    assert load_format(worker_settings(rows, "redis://localhost")) is None
+    teacher = f"teacher.lake.model_args.model_name_or_path={tmp_path / 'model'}"
+    assert not load(tmp_path, "distill", model, teacher).uses_engine
+    issues = refused(tmp_path, "distill", model, teacher, "distill.lmbda=0.5")
+    assert "shows a message 2 times, not once" in issues["pretrain"]
 
 
 def test_engines_that_do_not_exist_have_no_settings(tmp_path: Path):
