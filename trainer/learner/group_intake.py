@@ -80,8 +80,9 @@ class GroupIntake:
         return taken
 
     def can_train(self, group: Group) -> bool:
-        """Return whether a kept group has the scores of the current models."""
-        return self.scores is None or self.scores.has_scores(group)
+        """Return whether a kept group has what the current configuration needs: scores, baselines, ids of its vocabulary."""
+        has_scores = self.scores is None or self.scores.has_scores(group)
+        return has_scores and not _find_defect(group, self.vocab_size, self.config.num_baselines)
 
     def build_batch(self, step: int, taken: StepGroups, replayed: ReplayedGroups) -> StepBatch:
         return StepBatch(

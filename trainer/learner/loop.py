@@ -140,7 +140,7 @@ class Learner:
         elif state.lineage != self._lineage:
             self._is_new_lineage = True
         self._replay.load(checkpoint.path, self._intake.can_train)
-        self._staleness.load(checkpoint.path, state.step)
+        self._staleness.load(checkpoint.path, state.step, is_own=not self._is_new_lineage)
         self._curriculum.load(checkpoint.path)
         self._reporter.load(checkpoint.path, is_own=not self._is_new_lineage)
         self._loaded, self._step, self._next_number = state, state.step, state.next_number

@@ -97,12 +97,16 @@ def apply_move(
         step = config.staleness_step if move == "staler" else -config.staleness_step
         bound = min(max(settings.max_staleness + step, config.min_staleness), config.max_staleness)
         return {} if bound == settings.max_staleness else {"max_staleness": bound}
-    low = groups_per_step if config.min_env_groups is None else config.min_env_groups
-    high = num_env_groups if config.max_env_groups is None else config.max_env_groups
+    low, high = _env_group_limits(config, groups_per_step, num_env_groups)
     step = groups_per_step if move == "more" else -groups_per_step
     current = settings.num_env_groups
     count = min(max(current + step, min(low, current)), max(high, current))
     return {} if count == current else {"num_env_groups": count}
+
+
+def _env_group_limits(config: StalenessControllerConfig, groups_per_step: int, num_env_groups: int) -> tuple[int, int]:
+    low = groups_per_step if config.min_env_groups is None else config.min_env_groups
+    return low, num_env_groups if config.max_env_groups is None else config.max_env_groups
 
 
 class SettingsProposer(Protocol):
@@ -177,14 +181,26 @@ class StalenessController:
             (folder / FILE).parent.mkdir(exist_ok=True)
             (folder / FILE).write_text(json.dumps(asdict(self._state)))
 
-    def load(self, folder: Path, step: int) -> None:
-        """Load the state; republish a decision that Redis lost."""
-        if self._config is None or not (folder / FILE).is_file():
+    def load(self, folder: Path, step: int, *, is_own: bool = True) -> None:
+        """Load the state; propose again what Redis lost, within the limits.
+
+        is_own: of this run's lineage; a fork, whose settings are its own, begins without.
+        """
+        if self._config is None or not is_own or not (folder / FILE).is_file():
             return
         tree = json.loads((folder / FILE).read_text())
         self._state = ControllerState(**{**tree, "averages": WindowSums(**tree["averages"])})
+        self._state.decided = {name: self._limit(self._config, name, x) for name, x in self._state.decided.items()}
         if self._state.decided:
             self._buffer.suggest(step, self._state.decided, "restored from the checkpoint", if_lost=True)
+
+    def _limit(self, config: StalenessControllerConfig, name: str, value: float) -> float:
+        low, high = (
+            (config.min_staleness, config.max_staleness)
+            if name == "max_staleness"
+            else _env_group_limits(config, self._groups_per_step, self._num_env_groups)
+        )
+        return min(max(value, low), high)
 
 
 def _reason(move: Move, window: WindowMeans) -> str:

@@ -274,3 +274,16 @@ def test_a_group_keeps_its_temperature_and_a_row_has_none(reads_data: bool, expe
     taken = intake.take(0, 1.0, lambda: False)
     assert taken is not None
     assert [group.temperature for group in taken.groups] == expected
+
+
+def test_a_replayed_group_without_baselines_is_not_kept_by_a_run_that_needs_them(tmp_path: Path) -> None:
+    """A fork with `adv_estimator: remax` of a run with replay."""
+    config = ReplayConfig(samples_per_insert=2.0)
+    saved, loaded = ReplayBuffer(config, 2, 0), ReplayBuffer(config, 2, 0)
+    saved.update([make_group(0), make_group(1, greedy=(0.5,))], ReplayedGroups())
+    saved.save(tmp_path)
+    intake = GroupIntake(
+        FakeLearnerBuffer(), AlgorithmConfig(adv_estimator="remax"), 2, train_stale=False, vocab_size=11
+    )
+    loaded.load(tmp_path, intake.can_train)
+    assert [group.number for group in loaded.select(1, 9.0).groups] == [1]

@@ -1,5 +1,6 @@
 """The controller of staleness: what it makes of what it sees, when it acts, what it remembers."""
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from offbeat.trainer.learner.staleness_controller import (
     apply_move,
     judge,
 )
+from offbeat.trainer.training.checkpoint import read_checkpoint
 from tests.fakes import FakeLearnerBuffer, make_group
 from tests.trainer.learner.harness import LearnerHarness, learner_config
 
@@ -191,6 +193,40 @@ def test_a_redis_that_lost_what_was_decided_gets_it_again(tmp_path: Path) -> Non
         StalenessController(controller(), buffer, groups_per_step=8, num_env_groups=24).load(tmp_path, 3)
     assert lost.boundary.changes == (Change({"max_staleness": 1.0}, step=3),)
     assert len(knows.boundary.changes) == 1
+
+
+def test_what_was_decided_is_restored_within_the_limits(tmp_path: Path) -> None:
+    """A run that is resumed with a lower `staleness_controller.max_staleness`."""
+    made = StalenessController(controller(interval=1, patience=1), Suggested(24), groups_per_step=8, num_env_groups=24)
+    play(made, range(3), kl=1.0)
+    made.save(tmp_path)
+    buffer = Suggested(playing=24)
+    limits = controller(min_staleness=0.25, max_staleness=0.5)
+    StalenessController(limits, buffer, groups_per_step=8, num_env_groups=24).load(tmp_path, 3)
+    assert buffer.boundary.changes == (Change({"max_staleness": 0.5}, step=3),)
+
+
+def test_a_fork_has_its_own_settings(tmp_path: Path) -> None:
+    """The other run's controller had raised its bound; the fork's keys and limits are lower."""
+    harness = LearnerHarness(tmp_path)
+    harness.config = learner_config(
+        max_steps=4, max_staleness=2.0, staleness_controller={"interval": 1, "patience": 1, "min_staleness": 0.0}
+    )
+    learner, trainer = harness.learner()
+    trainer.gauges |= {"actor/mismatch_kl": Partial("mean", 1.0, 1.0), "actor/ess": Partial("last", 0.3)}
+    harness.buffer.published = 99
+    harness.buffer.on_empty = lambda buffer: buffer.stream.append(make_group(next(numbers), version=99))
+    numbers = iter(range(1000))
+    assert learner.run()
+    checkpoint = read_checkpoint(harness.folder / "checkpoints" / "step-000004")
+    assert json.loads((checkpoint.path / "state" / "staleness.json").read_text())["decided"]
+    for name, requested, num_changes in (("moved", False, 1), ("fork", checkpoint.path, 0)):
+        again = LearnerHarness(tmp_path / name)
+        again.config = learner_config(
+            max_steps=5, resume_from_checkpoint=requested, max_staleness=2.0, staleness_controller={}
+        )
+        again.learner()[0].resume(checkpoint)
+        assert len(again.buffer.boundary.changes) == num_changes
 
 
 def test_a_run_is_steered_by_what_its_steps_measure(tmp_path: Path) -> None:
