@@ -42,6 +42,8 @@ MESSAGES = ("You walk on a lake.", *("Row 1: S . # ." if i % 2 == 0 else "right"
 RATIO_SPREAD = 0.05
 LATE_SHARE = 0.02
 """Of groups dropped as stale."""
+WORKERS, REPLICAS = 4, 2
+"""Each writes a record per step, as a real one does each second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,10 @@ class MadeRun:
         (folder / CONFIG).write_text(dump_yaml(self.config), encoding="utf-8")
         self._began_ms = 1_700_000_000_000
         self._rng = np.random.default_rng(0)
-        self._names = [metric.name for metric in METRICS if metric.source == "learner" and "{" not in metric.name]
+        self._names, self._worker_names, self._replica_names = (
+            [metric.name for metric in METRICS if metric.source == source and "{" not in metric.name]
+            for source in ("learner", "rollout", "generation")
+        )
         self._tokens = tokens
         self._steps = steps
         self._group = self._event = 0
@@ -91,6 +96,8 @@ class MadeRun:
             self._record(groups)
         record = self._make_record()
         self._metrics.write(f"{self._at_ms()}-0", record)
+        for i, each in enumerate(self._make_service_records()):
+            self._metrics.write(f"{self._at_ms()}-{i + 1}", each)
         return MadeStep(events, taken, record)
 
     def flush(self) -> None:
@@ -150,6 +157,19 @@ class MadeRun:
         values = {name: Partial("last", trend + float(each)) for name, each in zip(self._names, noise, strict=True)}
         values["trajectories"] = Partial("sum", float(GROUPS_PER_STEP * GROUP_SIZE))
         return MetricRecord("learner", values, self.step, time=self._at_ms() / 1000)
+
+    def _make_service_records(self) -> Iterator[MetricRecord]:
+        for source, label, names, count in (
+            ("rollout", "worker", self._worker_names, WORKERS),
+            ("generation", "replica", self._replica_names, REPLICAS),
+        ):
+            for i in range(count):
+                values = {
+                    name: Partial("last", float(each))
+                    for name, each in zip(names, self._rng.random(len(names)), strict=True)
+                }
+                labels = {label: f"{label}-{i}", **({"kind": "train"} if source == "rollout" else {})}
+                yield MetricRecord(source, values, labels=labels, time=self._at_ms() / 1000)
 
 
 def make_trajectory(

@@ -33,6 +33,8 @@ from offbeat.trainer.training.checkpoint import PREFIX, CheckpointError, read_ch
 
 PRIVATE = ("control", "redis", "system_envs", "tracker_kwargs", "weights.url")
 """May hold passwords, or irrelevant to training."""
+READ_S = 2.0
+"""Time of reading metrics in a call, which other calls wait for."""
 
 
 class FolderArchive:
@@ -118,7 +120,7 @@ class FolderArchive:
 
     def series(self, names: Sequence[str], axis: Axis, since: float | None, points: int) -> SeriesView:
         with self._series_lock:
-            self._series.refresh()
+            self._series.refresh(READ_S)
             return self._series.view(names, axis, since, points)
 
     def config(self) -> Mapping[str, Any]:
@@ -131,7 +133,9 @@ class FolderArchive:
             return list(self._groups.lives.values())
 
     def latest(self) -> dict[str, float | None]:
-        return self.series([], "step", None, 1).last
+        while (view := self.series([], "step", None, 1)).unread_bytes:
+            continue
+        return view.last
 
     def _refresh(self) -> None:
         self._groups.refresh()

@@ -1,4 +1,7 @@
 import logging
+import math
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,8 @@ class JsonLinesTail:
         self._path = path
         self._inode = 0
         self._offset = 0
+        self.num_unread_bytes = 0
+        """Left by the last `read`, whose time was up."""
 
     def restarted(self) -> bool:
         """Return whether the next `read` starts at the file's first line."""
@@ -31,8 +36,10 @@ class JsonLinesTail:
             self._inode, self._offset = status.st_ino, 0
         return self._offset == 0
 
-    def read(self) -> Iterator[dict[str, Any]]:
-        """Yield new complete rows, except malformed ones."""
+    def read(self, for_s: float = math.inf) -> Iterator[dict[str, Any]]:
+        """Yield new complete rows, except malformed ones, of the chunks that begin within `for_s`."""
+        self.num_unread_bytes = 0
+        deadline = time.monotonic() + for_s
         if not self._path.is_file():
             return
         with self._path.open("rb") as file:
@@ -44,6 +51,9 @@ class JsonLinesTail:
                 yield from _rows(complete)
                 if len(complete) < len(lines):
                     return  # the next call begins with the row that is incomplete
+                if time.monotonic() > deadline:
+                    self.num_unread_bytes = max(os.fstat(file.fileno()).st_size - self._offset, 0)
+                    return
 
 
 def _rows(lines: bytes) -> list[dict[str, Any]]:

@@ -11,15 +11,17 @@ def compare(views: Sequence[RunView], archives: Sequence[RunArchive]) -> Compare
     configs = [archive.config() for archive in archives]
     keys = sorted({key for config in configs for key in config})
     values = {key: [config.get(key) for config in configs] for key in keys}
+    newest = [archive.series([], "step", None, 1) for archive in archives]
     runs = [
         ComparedRunView(
             id=view.id,
             state=view.state,
             step=view.step,
             error=view.error,
-            metrics=archive.series([], "step", None, 1).last,
+            metrics=series.last,
+            unread_bytes=series.unread_bytes,
         )
-        for view, archive in zip(views, archives, strict=True)
+        for view, series in zip(views, newest, strict=True)
     ]
     return CompareView(
         runs=runs, differences={key: each for key, each in values.items() if any(v != each[0] for v in each)}

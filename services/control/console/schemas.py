@@ -223,6 +223,8 @@ class SeriesView(View):
     """All metrics of the run, as `source/name`."""
     last: dict[str, float | None]
     """Newest value of each of `names`."""
+    unread_bytes: int = 0
+    """Of the run's newest metrics, which later calls read; a call reads for 2 s at most."""
 
 
 class ComparedRunView(View):
@@ -234,6 +236,8 @@ class ComparedRunView(View):
     error: str
     metrics: dict[str, float | None]
     """Newest value of each metric, as `source/name`."""
+    unread_bytes: int = 0
+    """As in `SeriesView`."""
 
 
 class CompareView(View):

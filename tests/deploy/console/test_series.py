@@ -142,6 +142,7 @@ def test_a_run_without_metrics_has_none(tmp_path: Path) -> None:
         "series": {},
         "names": [],
         "last": {},
+        "unread_bytes": 0,
     }
 
 

@@ -115,10 +115,10 @@ export async function show(context, main) {
       } }), run.id))),
     notice, list, charts, chosen.size > 1 ? differences([...chosen]) : "");
 
-  const plots = /** @type {any[]} */ ([]);
-  let drawn = "";
+  let [plots, drawn] = [/** @type {any[]} */ ([]), ""];
   const draw = async () => {
     const answers = (await Promise.all([...chosen].map((id) => read(id, pathsOf([id], context.params)[0])))).filter(Boolean);
+    due ||= answers.some((each) => each.unread_bytes);
     // What is drawn anew loses its zoom
     if (drawn === (drawn = JSON.stringify([answers.map((each) => [each.names, each.series]), run?.changes, deaths]))) return;
     const all = [...new Set(answers.flatMap((answer) => answer.names))];
@@ -131,7 +131,7 @@ export async function show(context, main) {
     charts.replaceChildren(names.length ? "" : h("p", { class: "soft" }, "There are no metrics yet."), ...names.map((name) => {
       const present = answers.map(({ id, series }, i) => ({ id, i, columns: /** @type {Columns} */ (series[name]) })).filter((each) => each.columns);
       const place = h("div", { class: "chart" });
-      const last = answers.map((answer) => short(answer.last[name])).join(", ");
+      const last = answers.map((answer) => short(answer.last[name]) + (answer.unread_bytes ? " (still reading)" : "")).join(", ");
       requestAnimationFrame(() => present.length && plots.push(plot(place, present, axis, band, marks)));
       return h("section", {}, h("h2", {}, name), h("p", { class: "soft" }, present.length ? `newest: ${last}` : "The runs have no such metric."), present.length ? place : "");
     }));
