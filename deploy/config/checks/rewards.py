@@ -1,4 +1,4 @@
-"""Checks of `pipeline: rlvr`."""
+"""Checks of `pipeline: rlvr`, and of rewards."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,8 @@ from offbeat.deploy.config.checks.row_images import check_images, read_rows
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.reward.checks import find_problems
 from offbeat.services.rollout.data.config import DataConfig
-from offbeat.services.rollout.data.prompts import DomainRows, Interleaving
+from offbeat.services.rollout.data.interleaving import Interleaving
+from offbeat.services.rollout.data.prompts import DomainRows
 from offbeat.trainer.config.estimators import DECOUPLED
 from offbeat.trainer.config.issue import ConfigIssue
 
@@ -30,6 +31,8 @@ ROW_KEYS = (
 """Of `data`, unused by prompts."""
 NAMED_COLUMNS = ("ground_truth_key", "images_key", "tag_key")
 """Of `data`, columns that rows need not have unless their names are set."""
+ROW_KINDS = ("math_rule", "multiple_choice", "crossthink_qa", "detection", "ifeval", "code_sandbox", "nemo_gym")
+"""Kinds of rewards that compare with a row."""
 EACH_ROW = "each evaluation takes every validation row once"
 
 
@@ -41,11 +44,7 @@ def check_rlvr(config: RunConfig) -> Iterator[ConfigIssue]:
                 call_default_factory=True
             ):
                 yield ConfigIssue(f"data.{key}", f"has no effect with pipeline: {config.pipeline}: leave it out")
-        if config.adv_estimator in DECOUPLED:
-            yield ConfigIssue("adv_estimator", "gdpo compares each of the rewards, which pipeline: rlvr has: take grpo")
-        if config.rewards:
-            message = "score answers to the prompts of data: set data.dataset_name, or leave them out"
-            yield ConfigIssue("rewards", message)
+        yield from _check_episodes(config)
         return
     if config.data is None:
         yield ConfigIssue("data.dataset_name", "pipeline: rlvr answers the prompts of a dataset: name a file")
@@ -56,9 +55,7 @@ def check_rlvr(config: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue("rewards", "nothing scores the answers: name at least one reward, such as {name: answer, "
                           "kind: math_rule}")  # fmt: skip
         return
-    if config.adv_estimator in DECOUPLED and config.combine != "weighted":
-        yield ConfigIssue("combine", f"adv_estimator gdpo adds the rewards by weight: take weighted in place of "
-                          f"{config.combine}, or adv_estimator grpo")  # fmt: skip
+    yield from _check_combination(config)
     try:
         config.scoring.check_tags(_tags(config))
     except ValueError as error:
@@ -67,30 +64,63 @@ def check_rlvr(config: RunConfig) -> Iterator[ConfigIssue]:
 
 def check_rewards(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
     """Yield problems of the files, and rewards that can't be built."""
-    if not config.plays_prompts or config.data is None:
-        return
-    managers = {"dataset_name": config.train_env_manager, "val_dataset_name": config.val_env_manager}
-    for key, manager in managers.items():
-        path = getattr(config.data, key)
-        if path is None:
-            continue
-        on_step(f"data.{key}", f"reading {path}")
-        try:
-            domains = DomainRows(path, config.data, manager.tags_of(config.custom_envs))
-            if key == "dataset_name":
-                yield from check_named_columns(config.data, NAMED_COLUMNS, domains.rows, path)
-            yield from check_images(config, read_rows(domains, config.data, CHECKED_ROWS), f"data.{key}")
-        except (ValueError, OSError) as error:
-            yield ConfigIssue(f"data.{key}", str(error))
+    if config.plays_prompts and config.data is not None:
+        yield from _check_files(config, config.data, on_step)
     if config.scoring is not None:
         on_step("rewards", "building the reward functions")
         for place, problem in find_problems(config.scoring):
             yield ConfigIssue(f"rewards.{place}", problem)
 
 
+def _check_files(config: RunConfig, data: DataConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
+    managers = {"dataset_name": config.train_env_manager, "val_dataset_name": config.val_env_manager}
+    for key, manager in managers.items():
+        path = getattr(data, key)
+        if path is None:
+            continue
+        on_step(f"data.{key}", f"reading {path}")
+        try:
+            domains = DomainRows(path, data, manager.tags_of(config.custom_envs))
+            if key == "dataset_name":
+                yield from check_named_columns(data, NAMED_COLUMNS, domains.rows, path)
+            yield from check_images(config, read_rows(domains, data, CHECKED_ROWS), f"data.{key}")
+        except (ValueError, OSError) as error:
+            yield ConfigIssue(f"data.{key}", str(error))
+
+
+def _check_episodes(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield rewards that can't score episodes of envs."""
+    if config.scoring is None:
+        if config.adv_estimator in DECOUPLED:
+            yield ConfigIssue("adv_estimator", "gdpo compares each of the rewards: name some, or take grpo")
+        return
+    yield from _check_combination(config)
+    for index, reward in enumerate(config.rewards):
+        if reward.kind in ROW_KINDS:
+            message = (
+                f"{reward.kind} compares with a row of data, which episodes of envs have not: let the env reward it, take "
+                "kind function, http or llm_judge, or pipeline: rlvr with data"
+            )
+            yield ConfigIssue(f"rewards.{index}.kind", message)
+    try:
+        config.scoring.check_named_tags(_tags(config))
+    except ValueError as error:
+        yield ConfigIssue("rewards", str(error))
+
+
+def _check_combination(config: RunConfig) -> Iterator[ConfigIssue]:
+    if config.adv_estimator in DECOUPLED and config.combine != "weighted":
+        yield ConfigIssue("combine", f"adv_estimator gdpo adds the rewards by weight: take weighted in place of "
+                          f"{config.combine}, or adv_estimator grpo")  # fmt: skip
+
+
 def _tags(config: RunConfig) -> list[str]:
     managers = (config.train_env_manager, config.val_env_manager)
     return list(dict.fromkeys(tag for manager in managers for tag in manager.tags_of(config.custom_envs)))
+
+
+def _has_agents_alone(config: RunConfig) -> bool:
+    return bool(config.custom_envs) and all(env.agent_runner for env in config.custom_envs.values())
 
 
 def _pipeline(config: RunConfig) -> str:
@@ -111,10 +141,9 @@ def _check_effects(config: RunConfig, data: DataConfig) -> Iterator[ConfigIssue]
             yield ConfigIssue(f"{name}.num_groups_partition", f"has no effect with {_pipeline(config)}: {advice}")
     if config.train_env_manager.task_sampler is not None:
         yield ConfigIssue("train_env_manager.task_sampler", "the dataset's rows are the tasks: leave it out")
-    for tag, env in config.custom_envs.items():
-        if env.agent_runner is not None:
-            yield ConfigIssue(f"custom_envs.{tag}.agent_runner", "rewards score the policy's own answers: leave it out")
-    if data.prompt_length is not None and data.prompt_length >= config.sequence_length:
+    if data.prompt_length is not None and _has_agents_alone(config):
+        yield ConfigIssue("data.prompt_length", "has no effect with agents, which write the prompts: leave it out")
+    elif data.prompt_length is not None and data.prompt_length >= config.sequence_length:
         yield ConfigIssue(
             "data.prompt_length",
             f"prompts of {data.prompt_length} tokens leave no room for an answer in a sequence_length of "

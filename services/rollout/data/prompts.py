@@ -7,12 +7,10 @@ than one group; each domain traverses its rows once per epoch, an evaluation the
 import asyncio
 import zlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-
-import numpy as np
 
 from offbeat.envs.dataset.files import DatasetRows, Row, RowError, open_rows
 from offbeat.envs.dataset.prompt import PromptError, RowPrompt, read_prompt
@@ -22,41 +20,17 @@ from offbeat.services.messages.types import EpisodeKind
 from offbeat.services.rollout.config import WorkerSettings
 from offbeat.services.rollout.data.config import PLAYING_PROMPTS, DataConfig
 from offbeat.services.rollout.data.images import read_images
+from offbeat.services.rollout.data.interleaving import Interleaving
 from offbeat.services.rollout.data.rows import row_of_group
 from offbeat.services.rollout.data.source import BAD_ROW
 from offbeat.services.rollout.tasks import Task
 
-SHARE_ERROR = 1e-6
 MAX_CACHED_ROWS = 32
 """With images, of up to 1 MB each."""
 
 
 MAX_SCANNED, MAX_SHOWN = 10_000, 5
 """Rows and values of an error message."""
-
-
-class Interleaving:
-    """Sequence of domains in which each has its share of every prefix."""
-
-    def __init__(self, shares: Mapping[str, float]) -> None:
-        """Raises ValueError unless the shares are positive and sum to 1."""
-        total = sum(shares.values())
-        if any(share <= 0 for share in shares.values()) or abs(total - 1) > SHARE_ERROR:
-            raise ValueError(f"shares must be above 0 and sum to 1, not to {total:g}")
-        self._domains = tuple(shares)
-        self._shares = np.array(list(shares.values())) / total
-        self._counts = np.zeros(len(shares), dtype=np.int64)
-        self._drawn = array("H")
-        self._positions = array("q")
-
-    def at(self, number: int) -> tuple[str, int]:
-        """Return a group's domain, and the number of earlier groups of it."""
-        while len(self._drawn) <= number:
-            domain = int(np.argmax(self._shares * (len(self._drawn) + 1) - self._counts))
-            self._drawn.append(domain)
-            self._positions.append(int(self._counts[domain]))
-            self._counts[domain] += 1
-        return self._domains[self._drawn[number]], self._positions[number]
 
 
 class DomainRows:

@@ -10,7 +10,7 @@ import pytest
 from offbeat.services.errors import EpisodeError
 from offbeat.services.messages.types import EpisodeKind
 from offbeat.services.rollout.data.config import DataConfig
-from offbeat.services.rollout.data.prompts import DomainRows, Interleaving, PromptSource, count_validation
+from offbeat.services.rollout.data.prompts import DomainRows, PromptSource, count_validation
 
 TAGS = ("math", "code")
 
@@ -21,23 +21,6 @@ def source(folder: Path, **changes: Any) -> PromptSource:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = {"dataset_name": path, "val_dataset_name": path, "tag_included": {"math": ("math", "aime")}, **changes}
     return PromptSource(DataConfig(**values), TAGS, TAGS, seed=7, val_group_size=2)
-
-
-@pytest.mark.parametrize("shares", [{"a": 0.5, "b": 0.5}, {"a": 0.4, "b": 0.35, "c": 0.25}, {"a": 1.0}])
-def test_every_prefix_has_the_shares(shares: dict[str, float]):
-    interleaving, counts = Interleaving(shares), Counter[str]()
-    for number in range(500):
-        domain, position = interleaving.at(number)
-        assert position == counts[domain]
-        counts[domain] += 1
-        assert all(abs(counts[each] - share * (number + 1)) < 1 for each, share in shares.items())
-    assert Interleaving(shares).at(321) == interleaving.at(321)
-
-
-@pytest.mark.parametrize("shares", [{"a": 0.5, "b": 0.4}, {"a": 1.5, "b": -0.5}])
-def test_shares_are_positive_and_sum_to_one(shares: dict[str, float]):
-    with pytest.raises(ValueError, match="must be above 0 and sum to 1"):
-        Interleaving(shares)
 
 
 def test_each_epoch_takes_every_row_of_the_domains_once(tmp_path: Path):
