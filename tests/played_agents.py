@@ -1,6 +1,8 @@
 """Foreign agents: one as people write them, others that ask by the standard library alone, to start fast."""
 
 import asyncio
+import base64
+import io
 import json
 import os
 import subprocess
@@ -69,6 +71,39 @@ def rates_itself(task: AgentTask) -> float:
     _ask(task, _told(task))
     task.step("Left")
     return 7.5
+
+
+def shows_images(task: AgentTask) -> float:
+    """A text, then two images in one conversation, then another image in place of the first."""
+    from openai import OpenAI
+
+    client, answers = OpenAI(base_url=task.base_url, api_key=task.api_key), list[str]()
+
+    def answer(messages: list[Any]) -> Any:
+        content = client.chat.completions.create(model=task.model, messages=messages).choices[0].message.content or ""
+        answers.append(content)
+        return {"role": "assistant", "content": content}
+
+    messages: list[Any] = [{"role": "user", "content": "w1 w2"}]
+    first = answer(messages)
+    for seed in (1, 2):
+        messages = [*messages, first if seed == 1 else answer(messages), _picture(seed)]
+    answer(messages)
+    answer([messages[0], first, _picture(3)])
+    return float(sum(map(ord, "".join(answers))) % 5)
+
+
+def _picture(seed: int) -> Any:
+    from PIL import Image
+
+    pixels = bytes((seed * 40 + i * i) % 256 for i in range(64 * 32 * 3))
+    out = io.BytesIO()
+    Image.frombytes("RGB", (64, 32), pixels).save(out, format="JPEG")
+    url = f"data:image/jpeg;base64,{base64.b64encode(out.getvalue()).decode()}"
+    return {
+        "role": "user",
+        "content": [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "w3"}],
+    }
 
 
 def silent(_: AgentTask) -> float:

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from offbeat.deploy.config.checks.episodes import AGENT_IMAGES
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.run import RunConfig
 from offbeat.envs import registry
@@ -46,9 +47,7 @@ def load_config(path: Path, overrides: list[str] | None = None, *, needs_env: bo
     if needs_env and not config.custom_envs:
         problems.append(ConfigIssue("custom_envs", "no env: name at least one tag"))
     problems += [
-        ConfigIssue(
-            f"custom_envs.{tag}.agent_runner", "external agents receive text only: remove {image} from agent_template"
-        )
+        ConfigIssue(f"custom_envs.{tag}.agent_runner", AGENT_IMAGES)
         for tag, env in config.custom_envs.items()
         if env.shows_images and env.agent_runner
     ]

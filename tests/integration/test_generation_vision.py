@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import gc
+import itertools
 import json
 import os
 from collections.abc import AsyncIterator, Sequence
@@ -19,6 +20,7 @@ from offbeat.services.chat.append_only import ChatFormat, load_chat_format
 from offbeat.services.chat.vision import ImageProcessor, encode_png
 from offbeat.services.generation.config import EngineModelArgs, GenerationConfig
 from offbeat.services.generation.vllm.engine import VllmEngine
+from offbeat.services.messages.codec import decode_trajectory, encode_trajectory, request_id
 from offbeat.services.messages.types import (
     Completion,
     EpisodeKind,
@@ -27,11 +29,13 @@ from offbeat.services.messages.types import (
     Group,
     PromptImage,
     Sampling,
+    Segment,
     Trajectory,
 )
 from offbeat.services.reward.config import RewardsConfig
 from offbeat.services.reward.factory import make_scorer
-from offbeat.services.rollout.config import CustomEnv
+from offbeat.services.rollout.agents.episode import AgentRuntime, play_with_agent, runtime_for
+from offbeat.services.rollout.config import AgentRunner, CustomEnv
 from offbeat.services.rollout.data.config import DataConfig
 from offbeat.services.rollout.data.prompts import PromptSource
 from offbeat.services.rollout.envs.runners import EnvSpec, InlineEnv
@@ -200,8 +204,61 @@ async def answer_row(
     return Group(f"{row}-0", str(row), row, "see", version, 0, tuple(played))
 
 
+async def test_an_agents_images_are_sampled_and_trained(engine: VllmEngine, folder: Path, tmp_path: Path) -> None:
+    """An agent's process sends them by OpenAI's client, after a turn without any, which stays in the engine."""
+    trained = PlainEngine(load_policy(folder, ModelArgs(), seed=4))
+    path = tmp_path / "4.safetensors"
+    save_file({name: weight.detach().clone() for name, weight in trained.module.model.named_parameters()}, path)
+    await engine.stage(path)
+    await engine.load(path, 4)
+    rules = {"max_steps": 4, "max_tokens_per_step": 6, "execution": "inline"}
+    runner = AgentRunner(path="tests.played_agents:shows_images", num_agents=4)
+    env = CustomEnv(env_type="frozen_lake", agent_runner=runner, **rules)
+    runtime = runtime_for({"See": env}, folder)
+    assert runtime is not None
+    try:
+        played = [await play_by_agent(engine, env, runtime, index) for index in range(6)]
+    finally:
+        await runtime.close()
+    for each in played:
+        assert [len(segment.images) for segment in each.segments] == [2, 1]
+        assert [turn.segment for turn in each.turns] == [0, 0, 0, 1]
+        assert each.segments[0].images[0].png != each.segments[1].images[0].png
+        assert behavior_mismatch(trained.module, each) < FLOAT_NOISE
+    assert engine.sessions.num_continued == 0, "no turn with images is of a session"
+    args = {"learning_rate": 1e-3, "max_tokens_per_microbatch": 512}
+    config = LearnerConfig.model_validate({"adv_estimator": "grpo", "actor_train": {"training_args": args}})
+    trainer = make_trainer(config, StepModels(trained), Ranks(0, 0, 1, torch.device("cpu")))
+    tower = {name: weight.clone() for name, weight in trained.tensors() if "visual" in name}
+    group = Group("0-0", "0", 0, "See", 4, 0, tuple(decode_trajectory(encode_trajectory(each)) for each in played))
+    assert train_on(trainer, [group], 4)["actor/grad_norm"].value > 0
+    assert tower
+    assert any((weight != tower[name]).any() for name, weight in trained.tensors() if name in tower)
+
+
+async def play_by_agent(engine: VllmEngine, env: CustomEnv, runtime: AgentRuntime, index: int) -> Trajectory:
+    template, name, numbers = runtime.templates[None], f"agent-{index}", itertools.count()
+    sampling = Sampling(max_new_tokens=6, stop_token_ids=template.stop_ids)
+
+    async def sample(tokens: Sequence[int], most: int, images: tuple[PromptImage, ...] = ()) -> Completion:
+        turn = request_id(name, next(numbers), continues=True)
+        limited = replace(sampling, max_new_tokens=most)
+        request = GenerateRequest(turn, tuple(tokens), limited, images=images, episode=name, continues=True)
+        return await engine.generate(request, 4)
+
+    inline = InlineEnv(EnvSpec(env.env_type, env.env_config, 1, 1))
+    traits = await inline.start()
+    task = EpisodeTask(EpisodeKind.TRAIN, "0", 0, index, 0, 0)
+    plan = EpisodePlan(task, "See", 0, env, 256, sampling, True, "w")
+    assert env.agent_runner is not None
+    return await play_with_agent(plan, env.agent_runner, inline, traits, sample, runtime)
+
+
 def behavior_mismatch(policy: PackedPolicy, trajectory: Trajectory) -> float:
-    (segment,) = trajectory.segments
+    return max(segment_mismatch(policy, segment) for segment in trajectory.segments)
+
+
+def segment_mismatch(policy: PackedPolicy, segment: Segment) -> float:
     mask = torch.from_numpy(segment.loss_mask)
     tokens = torch.from_numpy(segment.tokens.astype(np.int64))
     x = PackedInput.of(tokens, torch.tensor([0, len(tokens)]), mask.nonzero()[:, 0], images=segment.images)

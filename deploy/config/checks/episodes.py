@@ -11,6 +11,11 @@ from offbeat.services.rollout.config import EnvManagerConfig
 from offbeat.services.rollout.tasks import train_task
 from offbeat.trainer.config.issue import ConfigIssue
 
+AGENT_IMAGES = (
+    "agents are given the env's observations as text only: leave {image} out of agent_template; an agent can send images "
+    "of its own"
+)
+
 
 def check_episodes(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
     for tag, env in config.custom_envs.items():
@@ -63,7 +68,7 @@ def _check_vision(config: RunConfig) -> Iterator[ConfigIssue]:
                 f"folder of {', '.join(FAMILIES)}",
             )
         if env.agent_runner:
-            yield ConfigIssue(f"{key}.agent_runner", "agents receive text only: leave {image} out of agent_template")
+            yield ConfigIssue(f"{key}.agent_runner", AGENT_IMAGES)
     if sees_images:
         yield from _check_training(config)
 

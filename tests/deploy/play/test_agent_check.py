@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from offbeat.deploy.cli.app import app
+from offbeat.deploy.config.loader import load_run
 from offbeat.deploy.play.agent_check import AgentReport, check_agent, try_agents
 from offbeat.deploy.play.parquet import read_parquet
 from offbeat.services.rollout.config import AgentRunner, CustomEnv
@@ -37,6 +38,11 @@ def rewrites(task):
 
 def hangs(task):
     time.sleep(1000)
+
+def shows(task):
+    url = "data:image/gif;base64,R0lGODlhAQABAIAAAAAAAP///yH5BAEAAAAALAAAAAABAAEAAAIBRAA7"
+    ask(task, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
+    return 1.0
 
 def walks(task):
     messages, done = [{"role": "user", "content": task.observation}], False
@@ -93,6 +99,15 @@ def test_what_is_wrong_is_named_with_a_remedy(path: str, severity: str, rule: st
     if rule == "agent_error":
         assert "in raises" in found[rule].message
         assert "services/rollout" not in found[rule].message
+
+
+@pytest.mark.parametrize("vision", ["{}", "null"])
+def test_an_agent_may_send_images_that_the_runs_policy_reads(vision: str):
+    agent = "+custom_envs.FrozenLake.agent_runner={path: 'checked_agents:shows'}"
+    issues = try_agents(load_run(QUICKSTART, [agent, "warm_start=null", f"+tiny.vision={vision}"]))
+    assert check("checked_agents:shows").problems == []
+    assert [issue.path for issue in issues] == ([] if vision == "{}" else ["custom_envs.FrozenLake.agent_runner"])
+    assert all("before its first call" in issue.message or "400" in issue.message for issue in issues)
 
 
 def test_an_env_that_crashes_does_so_in_a_process_of_its_own():
@@ -159,8 +174,6 @@ def test_train_refuses_an_agent_that_never_works(tmp_path: Path):
 
 
 def test_findings_that_depend_on_random_answers_do_not_refuse_a_run(caplog: pytest.LogCaptureFixture):
-    from offbeat.deploy.config.loader import load_run
-
     agent = "+custom_envs.FrozenLake.agent_runner={path: 'tests.played_agents:raises'}"
     assert try_agents(load_run(QUICKSTART, [agent, "warm_start=null"])) == []
     assert "lost the thread" in caplog.text

@@ -88,9 +88,17 @@ def test_invalid_combinations_with_agents_are_rejected(overrides: list[str], pat
     assert says in problems("quickstart.yaml", *overrides).get(path, "")
 
 
+def test_an_agent_of_a_vision_policy_is_valid():
+    overrides = [
+        f"+{TAG}.agent_runner.path=offbeat.deploy.agents.walker:play",
+        f"{TAG}.agent_template='{{observation}}'",
+    ]
+    assert problems("frozen_lake_vision.yaml", *overrides, "warm_start=null") == {}
+
+
 def test_play_rejects_agents_with_images():
     assert load_config(CONFIGS / "frozen_lake_vision.yaml").custom_envs["FrozenLake"].shows_images
-    with pytest.raises(ConfigError, match="receive text only"):
+    with pytest.raises(ConfigError, match="as text only"):
         load_config(
             CONFIGS / "frozen_lake_vision.yaml", [f"+{TAG}.agent_runner={{path: 'offbeat.deploy.agents.walker:play'}}"]
         )

@@ -11,12 +11,16 @@ import pytest
 from pydantic import ValidationError
 from tokenizers import Tokenizer
 
-from offbeat.services.chat.append_only import ChatFormat
+from offbeat.envs.frozen_lake import WORDS
+from offbeat.services.chat.append_only import ChatFormat, load_chat_format
 from offbeat.services.errors import GenerationError
+from offbeat.services.messages.codec import decode_trajectory, encode_trajectory
 from offbeat.services.messages.types import GenerateRequest, StopReason, Trajectory
 from offbeat.services.rollout.config import AgentRunner, CustomEnv, OnAgentError
 from offbeat.services.rollout.worker import EnvWorker
 from offbeat.services.telemetry import merge_all
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig, TinyVisionConfig
+from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.fakes_rollout import (
     HERE,
     FakeBuffer,
@@ -119,6 +123,29 @@ async def test_a_commands_processes_end_with_its_episode(mesh, tmp_path: Path):
         assert (played.reward, len(played.turns), played.stop_reason) == (1.5, 3, StopReason.TERMINATED)
         assert played.metrics["scripted"] == 1
         assert not children_of(os.getpid()) - before
+
+
+async def test_an_agents_images_are_sampled_and_submitted(tmp_path: Path):
+    """By a whole worker; the policy is of its own, as those of the other tests read no images."""
+    write_tiny_policy(tmp_path, TinyPolicyConfig(vision=TinyVisionConfig()), (*WORDS, "w1", "w2", "w3"))
+    chat = load_chat_format(tmp_path)
+    answer = (*chat.encode("Left"), chat.end_id)
+    buffer, generation = FakeBuffer([train_episode(0, i) for i in range(2)]), FakeGeneration(lambda _: answer)
+    settings = worker_settings(tmp_path, custom_envs={"Tag": played_by("shows_images", "frozen_lake")})
+    worker = EnvWorker(settings, "w", buffer=buffer, generation=generation, metrics=FakeMetrics(), chat=chat)
+    running = asyncio.create_task(worker.run())
+    try:
+        await wait_until(lambda: len(buffer.submitted) == 2 or bool(buffer.failed))
+    finally:
+        worker.stop()
+        await running
+    assert buffer.failed == []
+    sent = [request for call in generation.calls for request in call if request.images]
+    for played in buffer.submitted.values():
+        first, branch = (segment.images for segment in decode_trajectory(encode_trajectory(played)).segments)
+        assert ([image.count for image in first], [image.count for image in branch]) == ([2, 2], [2])
+        assert branch[0].png not in [image.png for image in first]
+        assert {first[:1], first, branch} == {request.images for request in sent}
 
 
 async def test_an_answer_is_scored_by_the_env(mesh):
