@@ -49,11 +49,15 @@ def offload_problem(config: RunConfig) -> str:
             return f"{name} of deepspeed_infer can't leave the GPU between steps: take hf_infer or placement service"
     if strategy.strategy_name != "deepspeed_train":
         return ""
-    if train.model_args.dtype != "float32" and strategy.zero_stage < 2:
-        return (
-            f"DeepSpeed's optimizer for {train.model_args.dtype} can't leave the GPU at zero_stage {strategy.zero_stage}: "
-            "take zero_stage 2 or 3, or fsdp2_train"
-        )
+    trained = {"actor_train": train.model_args}
+    if config.has_own_critic and not config.num_critic_processes:
+        trained["critic"] = train.model_args.of_role(config.critic.model_args)
+    for name, args in trained.items():
+        if args.dtype != "float32" and strategy.zero_stage < 2:
+            return (
+                f"DeepSpeed's optimizer for {args.dtype} ({name}.model_args.dtype) can't leave the GPU at zero_stage "
+                f"{strategy.zero_stage}: take zero_stage 2 or 3, or fsdp2_train"
+            )
     zero = strategy.strategy_config.get("zero_optimization")
     if isinstance(zero, dict) and any(name.startswith("offload_") for name in zero):
         return "DeepSpeed moves no states beside zero_optimization.offload_*: leave one of them out"

@@ -18,7 +18,7 @@ class ModelArgs(ConditionalConfig):
     dtype: TrainDtype = "float32"
     """Of weights and passes; optimizer states are float32. float16 scales the loss dynamically."""
     attn_implementation: AttentionName = "auto"
-    """Attention; `auto` is packed causal, padded only inside attention."""
+    """Attention; `auto` is packed causal, padded only inside attention, and `eager` for soft caps and sinks (Gemma 2)."""
     shared_prefix: Annotated[bool, OnlyWith(attn_implementation=("auto",))] = False
     """Single computation of tokens that sequences have in common from their start, with equal gradient. Llama, Mistral,
     Qwen2, Qwen3.
@@ -158,6 +158,11 @@ class ActorTrainConfig(Config):
     """torch threads per process on CPU."""
     infer_batch_size: int | None = Field(default=None, ge=1)
     """Trajectories per process and pass without gradient; None: as in training."""
+
+    def is_sharded(self, args: ModelArgs) -> bool:
+        """Return whether DeepSpeed splits a model's optimizer over the processes: at stage 0 only that of 16 bits."""
+        strategy = self.strategy_args
+        return strategy.strategy_name == "deepspeed_train" and (strategy.zero_stage > 0 or args.dtype != "float32")
 
     def with_default_rate(self, pretrain: str) -> "ActorTrainConfig":
         """Return a copy with a default learning rate."""

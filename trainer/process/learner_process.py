@@ -45,7 +45,7 @@ from offbeat.trainer.process.lease_wait import wait_for_lease
 from offbeat.trainer.process.rank_processes import FollowerRanks, die_with_rank_zero, start_followers
 from offbeat.trainer.process.ranks import follow_rank_zero, lead
 from offbeat.trainer.process.remote_ranks import RemoteRanks
-from offbeat.trainer.process.run_checkpoints import RunCheckpoints, StoppedError, wait_for_room
+from offbeat.trainer.process.run_checkpoints import RunCheckpoints, StoppedError, check_processes, wait_for_room
 from offbeat.trainer.process.signals import stop_on_signals
 from offbeat.trainer.rendering.evaluations import rendered_evaluations
 from offbeat.trainer.run import LearnerRun, buffer_limits, is_ending, read_run
@@ -284,21 +284,7 @@ class LearnerProcess:
 
     def _resume(self, learner: Learner, checkpoint: Checkpoint, ranks: Ranks) -> bool:
         self._view.print(f"Resuming from step {checkpoint.state.step}: {checkpoint.path}")
-        state, train = checkpoint.state, self._run.config.actor_train
-        zero = train.strategy_args.strategy_name == "deepspeed_train"
-        sharded = zero and (train.strategy_args.zero_stage > 0 or train.model_args.dtype != "float32")
-        if sharded and state.num_processes != ranks.world_size:
-            raise ControlError(
-                f"{checkpoint.path} was written by {state.num_processes} process(es), and its optimizer shards can't be "
-                f"redistributed to {ranks.world_size}: use {state.num_processes} (--nproc or actor_train.num_processes)"
-            )
-        written_by = state.num_critic_processes or state.num_processes
-        number = len(ranks.critics) or ranks.world_size
-        if sharded and self._run.config.has_own_critic and written_by != number:
-            raise ControlError(
-                f"the critic in {checkpoint.path} was written by {written_by} process(es), and its optimizer shards can't "
-                f"be redistributed to {number}: set critic.num_processes to {written_by}"
-            )
+        check_processes(self._run.config, checkpoint, ranks.world_size, len(ranks.critics))
         with _as_control_error(f"{checkpoint.path} can't be loaded"):
             is_resumed = learner.resume(checkpoint, self._show_scoring)
         self._startup.lap("resume")

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from offbeat.services.durable_files import FULL_DISK
 from offbeat.services.errors import ControlError
+from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.learner.checkpointing import RETRY_INTERVAL_S
 from offbeat.trainer.learner.reporter import LearnerReporter
 from offbeat.trainer.learner.uploads import CheckpointUploads
@@ -53,6 +54,27 @@ def wait_for_room(
             reporter.set_problem(f"{folder} can't be written ({error})")
             reporter.set_activity("no_room", step=0)
             time.sleep(RETRY_INTERVAL_S)
+
+
+def check_processes(config: LearnerConfig, checkpoint: Checkpoint, num_processes: int, num_critics: int) -> None:
+    """Raise `ControlError` if the optimizers of a checkpoint are sharded over another number of processes.
+
+    num_critics: processes of the critic's own, or 0.
+    """
+    state, train = checkpoint.state, config.actor_train
+    if train.is_sharded(train.model_args) and state.num_processes != num_processes:
+        raise ControlError(
+            f"{checkpoint.path} was written by {state.num_processes} process(es), and its optimizer shards can't be "
+            f"redistributed to {num_processes}: use {state.num_processes} (--nproc or actor_train.num_processes)"
+        )
+    written_by = state.num_critic_processes or state.num_processes
+    number = num_critics or num_processes
+    critic_is_sharded = config.has_own_critic and train.is_sharded(train.model_args.of_role(config.critic.model_args))
+    if critic_is_sharded and written_by != number:
+        raise ControlError(
+            f"the critic in {checkpoint.path} was written by {written_by} process(es), and its optimizer shards can't "
+            f"be redistributed to {number}: set critic.num_processes to {written_by}"
+        )
 
 
 class RunCheckpoints:

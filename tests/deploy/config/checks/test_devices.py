@@ -275,6 +275,12 @@ def test_a_learner_that_can_not_leave_the_gpu_takes_no_turns() -> None:
     sleeping = {"strategy_args": {"strategy_config": {"enable_sleep_mode": True}}}
     problems = issues(config(half, sleeping, max_staleness=0), ONE_GPU)
     assert "zero_stage 2 or 3" in problems["actor_infer.strategy_args.strategy_config.enable_sleep_mode"]
+    whole = {"model_args": {"dtype": "float32"}, "strategy_args": {"zero_stage": 1}}
+    critic = {"model_args": {"dtype": "bfloat16"}}
+    assert turns(train=whole, **PPO).takes_turns
+    assert not turns(train=whole, **PPO, critic=critic).takes_turns
+    problems = issues(config(whole, sleeping, max_staleness=0, **PPO, critic=critic), ONE_GPU)
+    assert "critic.model_args.dtype" in problems["actor_infer.strategy_args.strategy_config.enable_sleep_mode"]
     offloading = {"strategy_args": {"zero_stage": 1} | OFFLOADED}
     assert not turns(train=offloading).takes_turns
     reference = {"strategy_args": {"strategy_name": "deepspeed_infer"}}
