@@ -23,6 +23,8 @@ DROPPED_LABELS = ("worker", "phase")
 REPLICA = "replica"
 MAX_SERIES = 5_000
 """Per run; envs and agents name metrics."""
+MAX_REPLICA_SERIES = 20_000
+"""Per run; gauges of replicas have room of their own, so that many of them leave no other series out."""
 PAGE_SIZE = 200
 """Records read without yielding to other calls."""
 FIRST_PAGES = 5
@@ -33,10 +35,13 @@ SeriesKey = tuple[Family, tuple[tuple[str, str], ...]]
 class RunMeters:
     def __init__(self) -> None:
         self.num_left_out = 0
-        """Values beyond `MAX_SERIES`."""
+        """Values beyond `MAX_SERIES` and `MAX_REPLICA_SERIES`."""
         self._totals: dict[SeriesKey, Partial] = {}
         self._newest: dict[SeriesKey, Partial] = {}
         self._recent: dict[SeriesKey, dict[int, Partial]] = {}
+        self._replicas: dict[SeriesKey, dict[int, Partial]] = {}
+        """Recent values of single replicas."""
+        self._pruned_at = 0
 
     def add(self, record: MetricRecord, at: float) -> None:
         """Add a record that was appended at `at` (Unix time)."""
@@ -55,9 +60,11 @@ class RunMeters:
                 yield FamilySample(family, partial.total, dict(labels), "_total")
         for (family, labels), partial in self._newest.items():
             yield FamilySample(family, partial.value, dict(labels))
+        self._prune(int(now // BUCKET_S))
         oldest = int(now // BUCKET_S) - WINDOW_BUCKETS
-        for (family, labels), buckets in self._recent.items():
-            if parts := [partial for bucket, partial in sorted(buckets.items()) if bucket > oldest]:
+        for store in (self._recent, self._replicas):
+            for (family, labels), buckets in store.items():
+                parts = [partial for bucket, partial in sorted(buckets.items()) if bucket > oldest]
                 yield FamilySample(family, _merge(parts).value, dict(labels))
 
     def _add(self, place: MetricPlace, record: MetricRecord, partial: Partial, bucket: int) -> None:
@@ -65,20 +72,33 @@ class RunMeters:
         dropped = (*DROPPED_LABELS, *(() if kind is FamilyType.GAUGE else (REPLICA,)))
         labels = {name: value for name, value in record.labels.items() if name not in dropped} | dict(place.labels)
         key = Family(place.name, kind, place.help), tuple(sorted(labels.items()))
-        if not self._has_room(key):
+        recent = self._replicas if REPLICA in labels else self._recent
+        if not self._has_room(key, bucket, recent):
             self.num_left_out += 1
         elif kind is not FamilyType.GAUGE:
             self._totals[key] = self._totals[key].merge(partial) if key in self._totals else partial
         elif record.source in KEPT_SOURCES:
             self._newest[key] = partial
         else:
-            buckets = {each: part for each, part in self._recent.get(key, {}).items() if each > bucket - WINDOW_BUCKETS}
+            buckets = {each: part for each, part in recent.get(key, {}).items() if each > bucket - WINDOW_BUCKETS}
             buckets[bucket] = buckets[bucket].merge(partial) if bucket in buckets else partial
-            self._recent[key] = buckets
+            recent[key] = buckets
 
-    def _has_room(self, key: SeriesKey) -> bool:
-        stores = self._totals, self._newest, self._recent
-        return any(key in store for store in stores) or sum(map(len, stores)) < MAX_SERIES
+    def _has_room(self, key: SeriesKey, bucket: int, recent: dict[SeriesKey, dict[int, Partial]]) -> bool:
+        stores = [self._replicas] if recent is self._replicas else [self._totals, self._newest, self._recent]
+        if any(key in store for store in stores):
+            return True
+        limit = MAX_REPLICA_SERIES if recent is self._replicas else MAX_SERIES
+        if sum(map(len, stores)) >= limit and bucket > self._pruned_at:
+            self._prune(bucket)
+        return sum(map(len, stores)) < limit
+
+    def _prune(self, bucket: int) -> None:
+        """Forget series without a value in the window: their replicas are gone."""
+        self._pruned_at = max(self._pruned_at, bucket)
+        for store in (self._recent, self._replicas):
+            for key in [key for key, buckets in store.items() if max(buckets) <= bucket - WINDOW_BUCKETS]:
+                del store[key]
 
 
 def _family_type(partial: Partial, place: MetricPlace, source: str) -> FamilyType:
