@@ -5,16 +5,13 @@ Invariant: only plain values and handles of local objects cross, so the other si
 compared. Standard library only, as this source also runs in the sandbox.
 """
 
-import ast
 import builtins
 import collections
-import contextlib
 import importlib
 import json
 import operator
 import os
 import select
-import sys
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -27,6 +24,7 @@ MAX_DIMENSIONS = 8
 """Of the program's arrays."""
 SEQUENCES: dict[str, Any] = {"l": list, "t": tuple, "s": set, "f": frozenset, "q": collections.deque}
 ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor")
+"""Operators of two objects of the program, with a third as the result."""
 FIELDS = {
     "decimal.Decimal": ("__str__",),
     "fractions.Fraction": ("numerator", "denominator"),
@@ -45,12 +43,18 @@ NUMPY_TYPES = (
 )
 HIDDEN_ERRORS = ("StopIteration", "StopAsyncIteration", "GeneratorExit")
 """Errors that would end a caller's loop as if complete."""
-LIBRARIES = {**{name: name for name in sys.stdlib_module_names}, "numpy": "numpy", "np": "numpy"}
-"""Modules that a test uses without importing them, by their names in it."""
+PREDICATES = frozenset({"endswith", "isdisjoint", "issubset", "issuperset", "is_integer", "startswith"}) | {
+    name for name in dir(str) if name.startswith("is")
+}
+"""Methods of plain values that decide about them: an object of the program has none, as its answer would pass a test."""
 
 
 class Remote:
-    """Object of the other side, without truth and equality."""
+    """Object of the other side, without truth and equality.
+
+    Invariant: it decides no test and learns no expected value. A plain value comes from it only by its attributes, items,
+    length, text and calls; operators take and return objects.
+    """
 
     def __init__(self, peer: "Peer", number: int) -> None:
         self.__dict__.update(_peer=peer, _number=number)
@@ -62,8 +66,8 @@ class Remote:
         return self._ask("call", *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
+        if name.startswith("__") or name in PREDICATES:
+            raise AttributeError(f"an object of the program is no plain value: it has no {name}")
         return self._ask("getattr", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -76,7 +80,8 @@ class Remote:
         self._ask("setitem", key, value)
 
     def __contains__(self, item: Any) -> bool:
-        return self._ask("contains", item) is True
+        is_object = isinstance(item, Remote)
+        return any(item is each if is_object or isinstance(each, Remote) else item == each for each in self)
 
     def __len__(self) -> int:
         return self._ask("len")
@@ -98,7 +103,13 @@ class Remote:
 
 
 def _binary(name: str) -> Callable[[Remote, Any], Any]:
-    return lambda self, other: self._ask("operator", name, other)
+    def apply(self: Remote, other: Any) -> Remote:
+        result = self._ask("operator", name, other) if isinstance(other, Remote) else None
+        if not isinstance(result, Remote):
+            raise TypeError(f"{name.rstrip('_')} of an object of the program needs another, and returns one")
+        return result
+
+    return apply
 
 
 for _name in ARITHMETIC:
@@ -220,7 +231,6 @@ class Peer:
             "len": len,
             "str": str,
             "repr": repr,
-            "contains": operator.contains,
             "getattr": getattr,
         }
         builtin |= {"setattr": setattr, "getitem": operator.getitem, "setitem": operator.setitem}
@@ -345,50 +355,3 @@ def connect(read_fd: int, write_fd: int, timeout_s: float, startup_timeout_s: fl
         raise ValueError("no program")
     peer.deadline = time.monotonic() + timeout_s
     return peer
-
-
-def bind(peer: Peer, test: str) -> dict[str, Any]:
-    """Return what a test uses without defining it: modules, and the program's names.
-
-    The program's `math` does not replace the module, nor its `all` or `sorted` a test's builtin if the test uses another
-    name of it.
-    """
-    nodes = list(ast.walk(ast.parse(test)))
-    namespace: dict[str, Any] = used_modules(nodes)
-    used = {node.id for node in nodes if isinstance(node, ast.Name)} - namespace.keys()
-    defined = used & set(peer.request("names"))
-    own = {name for name in defined if not hasattr(builtins, name)}
-    for name in own or defined:
-        ((kind, value),) = peer.request("global", name).items()
-        if kind == "value":
-            namespace[name] = value
-        elif value.partition(".")[0] in LIBRARIES.values():
-            namespace[name] = importlib.import_module(value)
-    return namespace
-
-
-def used_modules(nodes: list[ast.AST]) -> dict[str, types.ModuleType]:
-    """Return the modules of which a test uses only attributes that they have."""
-    attributes: dict[str, set[str]] = {}
-    owners: set[int] = set()
-    for node in nodes:
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in LIBRARIES:
-            attributes.setdefault(node.value.id, set()).add(node.attr)
-            owners.add(id(node.value))
-    others = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in owners}
-    modules: dict[str, types.ModuleType] = {}
-    for name in attributes.keys() - others:
-        with contextlib.suppress(ImportError):
-            module = importlib.import_module(LIBRARIES[name])
-            if all(hasattr(module, attribute) for attribute in attributes[name]):
-                modules[name] = module
-    return modules
-
-
-def run_test(test: str, read_fd: int, write_fd: int, timeout_s: float, startup_timeout_s: float) -> None:
-    """Run a test with the program's names; raise if it fails or uses none."""
-    peer = connect(read_fd, write_fd, timeout_s, startup_timeout_s)
-    namespace = bind(peer, test)
-    if all(isinstance(value, types.ModuleType) for value in namespace.values()):
-        raise NameError("the test uses nothing that the program defines")
-    exec(compile(test, "test.py", "exec"), {"__name__": "__main__", "__builtins__": builtins, **namespace})

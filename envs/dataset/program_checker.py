@@ -98,7 +98,7 @@ def count_pytest(program: str, tests: str, limits: Limits) -> tuple[int, int]:
     """Return the numbers of passed and of all tests of a pytest file, without those that it marks as skipped or as failing;
     (0, 0) if it did not start. The time limit is that of the file.
     """
-    source = f"{_peer_source()}\n{_source('pytest_runner.py')}"
+    source = f"{_test_source()}\n{_source('pytest_runner.py')}"
     with _started(program, limits) as (_, read_fd, write_fd):
         descriptors = duplicate(read_fd, write_fd)
         call = f"run_pytest({tests!r}, *{descriptors}, {limits.timeout_s}, {STARTUP_TIMEOUT_S})"
@@ -115,9 +115,8 @@ def _started(program: str, limits: Limits) -> Generator[tuple["Future[ProgramRes
 
     Raises what kept the program from running, such as a full disk: no test has failed then.
     """
-    peer_source = _peer_source()
     program_reads, write_fd, read_fd, program_writes = open_pipes()
-    source = f"{peer_source}\nserve_program({program!r}, {program_reads}, {program_writes})"
+    source = f"{_source('peer.py')}\nserve_program({program!r}, {program_reads}, {program_writes})"
     # It waits for its test to start, and is bounded by the test's time
     patient = limits.model_copy(update={"timeout_s": limits.timeout_s + 2 * STARTUP_TIMEOUT_S})
     stop = threading.Event()
@@ -144,12 +143,12 @@ def _run_test(test: str, read_fd: int, write_fd: int, limits: Limits) -> str:
     """Return the error; empty if passed."""
     call = f"run_test({test!r}, {read_fd}, {write_fd}, {limits.timeout_s}, {STARTUP_TIMEOUT_S})"
     patient = limits.model_copy(update={"timeout_s": limits.timeout_s + STARTUP_TIMEOUT_S})
-    error = run_python(f"{_peer_source()}\n{call}", limits=patient, pass_fds=(read_fd, write_fd)).error
+    error = run_python(f"{_test_source()}\n{call}", limits=patient, pass_fds=(read_fd, write_fd)).error
     return error.removeprefix("TimeoutError: ")
 
 
-def _peer_source() -> str:
-    return _source("peer.py")
+def _test_source() -> str:
+    return f"{_source('peer.py')}\n{_source('bindings.py')}"
 
 
 @cache

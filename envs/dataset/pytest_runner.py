@@ -1,5 +1,5 @@
 # pyright: basic
-"""Runner of a pytest file against the program of a peer, in the sandbox, where this source follows that of `peer`.
+"""Runner of a pytest file against the program of a peer, in the sandbox, after the sources of `peer` and `bindings`.
 
 It prints the number of tests, then a dot for each that passes and an s for each that the file marks as skipped or failing.
 """
@@ -9,9 +9,12 @@ import os
 import sys
 import types
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-MODULES = ("solution", "main", "program")
-"""Import names of the program."""
+if TYPE_CHECKING:
+    from offbeat.envs.dataset.bindings import PROGRAM_MODULES, bind
+    from offbeat.envs.dataset.peer import connect
+
 OPTIONS = ("-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--noconftest")
 
 
@@ -41,26 +44,24 @@ def run_pytest(test: str, read_fd: int, write_fd: int, timeout_s: float, startup
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     import pytest  # noqa: PLC0415
 
-    peer = connect(read_fd, write_fd, timeout_s, startup_timeout_s)  # type: ignore  # noqa: F821
+    peer = connect(read_fd, write_fd, timeout_s, startup_timeout_s)
     tree = ast.parse(test)
-    used = bind(peer, test)  # type: ignore  # noqa: F821
-    modules = {name: value for name, value in used.items() if isinstance(value, types.ModuleType)}
-    defined = {name: value for name, value in used.items() if name not in modules}
+    program, libraries = bind(peer, test)
+    used = {**libraries, **program}
+    public = sorted(name for name in used if not name.startswith("_"))
     if imports_program(tree):
         for name in peer.request("names"):
             ((kind, value),) = peer.request("global", name).items()
-            if kind == "value":
-                defined[name] = value
-    if not defined:
+            if kind == "value" and not name.startswith("__"):
+                program[name] = value
+    if not program:
         raise NameError("the tests use nothing that the program defines")
-    module = types.ModuleType(MODULES[0])
-    given = {**defined, **modules}
-    public = sorted(name for name in given.keys() - imported(tree) if not name.startswith("_"))
-    module.__dict__.update(given, __all__=public)
-    sys.modules.update(dict.fromkeys(MODULES, module))
+    module = types.ModuleType(PROGRAM_MODULES[0])
+    module.__dict__.update({**program, **used}, __all__=public)
+    sys.modules.update(dict.fromkeys(PROGRAM_MODULES, module))
     lines = test.splitlines()
     start = max((node.end_lineno or 0 for node in tree.body if is_future_import(node)), default=0)
-    imports = [f"from {MODULES[0]} import {name}" for name in used]
+    imports = [f"from {PROGRAM_MODULES[0]} import {name}" for name in used]
     Path("test_program.py").write_text("\n".join([*lines[:start], *imports, *lines[start:], ""]), encoding="utf-8")
     pytest.main([*OPTIONS, "test_program.py"], plugins=[Outcomes(os.dup(1))])
 
@@ -68,17 +69,7 @@ def run_pytest(test: str, read_fd: int, write_fd: int, timeout_s: float, startup
 def imports_program(tree: ast.Module) -> bool:
     nodes = list(ast.walk(tree))
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    return bool(set(MODULES) & (names | {node.module for node in nodes if isinstance(node, ast.ImportFrom)}))
-
-
-def imported(tree: ast.Module) -> set[str]:
-    """Return the names that a test imports from elsewhere, which `from solution import *` must not replace."""
-    nodes = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and node.module not in MODULES)
-    ]
-    return {alias.asname or alias.name.partition(".")[0] for node in nodes for alias in node.names}
+    return bool(set(PROGRAM_MODULES) & (names | {node.module for node in nodes if isinstance(node, ast.ImportFrom)}))
 
 
 def is_future_import(node: ast.stmt) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.envs.dataset.program_checker import CallTest, check_program
+from offbeat.envs.dataset.program_checker import CallTest, check_program, count_pytest
 from offbeat.envs.sandbox import Limits, check_isolation
 from tests.envs.sandbox.needs import needs_sandbox
 
@@ -95,6 +95,104 @@ def test_reward_hacks_fail(name: str):
         began = time.monotonic()
         assert check_program(HACKS[name], test, limits)
         assert time.monotonic() - began < 60  # a program that stays is killed
+
+
+DECIDING = """
+class X:
+    __sub__ = __rsub__ = __mod__ = __and__ = lambda self, other: 0
+    __truediv__ = lambda self, other: 1.0
+    __contains__ = startswith = issuperset = isdigit = lambda self, *_: True
+    __add__ = lambda self, other: seen.append(other) or 0
+    __iter__ = lambda self: iter([])
+seen = [0]
+def double(x): return X() if len(seen) == 1 else seen[-1]
+"""
+"""An object that answers what a test asks of a number, a text or a list."""
+DECISIONS = [
+    "assert abs(double(21) - 42) < 1e-6",
+    "assert double(21) % 7 == 0",
+    "assert (double(21) & 1) == 0",
+    "assert round(double(21) / 42, 3) == 1",
+    "assert math.isclose(double(21) - 42, 0, abs_tol=1e-6)",
+    "assert np.abs(double(21) - 42) < 1e-6",
+    "assert abs(double(21) - double(21)) < 1e-6",
+    "assert 42 in double([42])",
+    "assert double('a').startswith('aa')",
+    "assert double('1').isdigit()",
+    "assert double({1}).issuperset({1})",
+    "try:\n    double(21) + 42\nexcept TypeError:\n    pass\nassert double(21) == 42",
+]
+
+
+@needs_sandbox
+@pytest.mark.parametrize("test", DECISIONS)
+def test_an_object_of_the_program_decides_no_test_and_learns_no_value(test: str):
+    assert check_program(DECIDING, test, LIMITS)
+    assert check_program("def double(x): return x if isinstance(x, set) else 2 * x", test, LIMITS) == ""
+
+
+REPLACING = [
+    ("from solution import *", "def all(x): return True", "all(double(x) == 2 * x for x in (1, 2))"),
+    ("from solution import *", "def abs(x): return 0", "abs(double(1) - 2) < 1e-6"),
+    ("EXPECTED = [2, 4]\nfrom solution import *", "EXPECTED = [0, 0]", "[double(1), double(2)] == EXPECTED"),
+    ("from math import *\nfrom solution import *", "def isclose(*_): return True", "isclose(double(1), 2)"),
+    ("from solution import double", "def isclose(*_): return True", "isclose(double(1), 2)"),
+    ("import solution", "def all(x): return True", "all(solution.double(x) == 2 * x for x in (1, 2))"),
+    ("import solution as s", "def abs(x): return 0", "abs(s.double(1) - 2) < 1e-6"),
+    ("", "class pd:\n same = lambda *_: True", "pd.same(double(1), 2)"),
+    ("", "def Counter(x): return 0", "double(1) == Counter([1, 1])"),
+    ("value = double(1)\ntry:\n    expected = {}[0]\nexcept KeyError:\n    pass", "expected = 0", "value == expected"),
+]
+"""Beginnings of a test, definitions of a program, conditions."""
+
+
+@needs_sandbox
+@pytest.mark.parametrize(("start", "definition", "condition"), REPLACING)
+def test_a_program_replaces_no_name_of_its_test(start: str, definition: str, condition: str):
+    program = f"{WRONG}{definition}\n"
+    assert count_pytest(program, f"{start}\ndef test_it():\n    assert {condition}", LIMITS) in ((0, 1), (0, 0))
+    if "solution" not in start:
+        assert check_program(program, f"{start}\nassert {condition}", LIMITS)
+
+
+@needs_sandbox
+def test_a_program_gives_a_test_only_its_solution():
+    test = "result = sum([1, 2])\nassert result == 3"
+    assert check_program("result = 3", test, LIMITS) == "NameError: the test uses nothing that the program defines"
+    assert check_program(
+        "def Counter(x): return {}\ndef all(x): pass", "assert Counter([1]) == {1: 1}\nall([])", LIMITS
+    )
+    both = "assert all(sum([x, x]) == 2 * x for x in (1, 2))"
+    assert check_program("def sum(xs): return 0\ndef all(_): return True", both, LIMITS) == "AssertionError"
+    assert check_program("def sum(xs): return 2 * xs[0]", both, LIMITS) == ""
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        ("def double(x): return 2 * x", "from solution import *\ndef test_a():\n    assert double(1) == 2"),
+        ("def sum(xs): return 7", "from solution import *\ndef test_a():\n    assert sum([1, 2]) == 7"),
+        (
+            "def sum(xs): return 7\ndef f(): return 1",
+            "from solution import f, sum\ndef test_a():\n    assert sum([]) == 7",
+        ),
+        ("def sum(xs): return 7", "import solution\ndef test_a():\n    assert solution.sum([]) == 7"),
+        ("def sum(xs): return 7", "def test_a():\n    from solution import sum\n    assert sum([]) == 7"),
+        ("LIMIT = 3\ndef _f(): return 3", "from solution import *\ndef test_a():\n    assert _f() == LIMIT"),
+        ("def f(): return 3", "class TestF:\n    value = f()\n    def test_a(self):\n        assert self.value == 3"),
+        (
+            "from collections import Counter\ndef f(s): return Counter(s)",
+            "from solution import f\ndef test_a():\n    assert f('aab') == Counter('aab')",
+        ),
+        (
+            "class Counter:\n count = 0\n def add(s): s.count += 1\ndef make(): return Counter()",
+            "from solution import *\ndef test_a():\n    c = Counter(); c.add(); make().add()\n    assert c.count == 1",
+        ),
+    ],
+)
+def test_correct_programs_pass_pytest_files(program: str, test: str):
+    assert count_pytest(program, test, LIMITS) == (1, 1)
 
 
 SOLUTIONS = [
