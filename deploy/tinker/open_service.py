@@ -60,11 +60,9 @@ async def open_service(settings: ServiceSettings) -> AsyncIterator[OpenService]:
     try:
         await _wait_for_file(anyio.Path(settings.weights))  # of the learner
         await engine.load(Path(settings.weights), BASE_VERSION)
-        tokenizer = load_tokenizer(model)
         sampler = Sampler(
             engine,
-            tokenizer,
-            find_end_ids(model, tokenizer),
+            find_end_ids(model, load_tokenizer(model)),
             context=settings.context,
             max_adapters=config.max_adapters,
         )

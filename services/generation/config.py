@@ -1,7 +1,7 @@
 """Configuration of the generation service (`actor_infer` in a run's YAML)."""
 
 import re
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, JsonValue, field_validator, model_validator
 
@@ -10,6 +10,7 @@ from offbeat.services.devices import DeviceMapping
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 AttentionName = Literal["auto", "sdpa", "eager", "flash_attention_2"]
+StopString = Annotated[str, Field(min_length=1, max_length=128)]
 UTILIZATION = 0.85
 """Default `gpu_memory_utilization` of a GPU without a learner."""
 
@@ -28,6 +29,10 @@ class GeneratingArgs(Config):
     max_new_tokens: int = Field(default=64, ge=1)
     """Maximum tokens per turn; a tag's `max_tokens_per_step` may be lower. A run that leaves it out has its tags' largest
     one, at least 64.
+    """
+    stop_strings: tuple[StopString, ...] = Field(default=(), max_length=16)
+    """Texts that end an answer, which keeps the text and the whole token that completes it. Special tokens count as their
+    text.
     """
 
 

@@ -1,14 +1,11 @@
 """Interface of engines."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from offbeat.services.messages.types import Completion, GenerateRequest
-
-EndCheck = Callable[[Sequence[int]], bool]
-"""Returns whether an answer ends with its last token, or has ended before."""
 
 
 @dataclass(frozen=True, slots=True)

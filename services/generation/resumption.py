@@ -136,7 +136,8 @@ def request_rest(request: GenerateRequest, begun: Completion) -> GenerateRequest
         return request
     left = request.sampling.max_new_tokens - len(begun.token_ids)
     prompt = array("i", [*request.prompt, *begun.token_ids])
-    return replace(request, prompt=prompt, sampling=replace(request.sampling, max_new_tokens=left))
+    sampling = replace(request.sampling, max_new_tokens=left)
+    return replace(request, prompt=prompt, sampling=sampling, num_answered=len(begun.token_ids))
 
 
 def join(begun: Completion, rest: Completion) -> Completion:

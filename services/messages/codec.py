@@ -139,6 +139,8 @@ class PackedRequest(Message, frozen=True):
     stop_token_ids: tuple[Count, ...]
     min_version: Count
     images: tuple[PromptImage, ...]
+    stop_strings: tuple[str, ...] = ()
+    num_answered: Count = 0
 
 
 class PackedCompletion(Message, frozen=True):
@@ -156,21 +158,25 @@ COMPLETIONS = MessageFormat("completions", list[PackedCompletion])
 
 
 def encode_requests(requests: Sequence[GenerateRequest]) -> bytes:
-    rows = [
-        PackedRequest(
-            r.request_id,
-            np.asarray(r.prompt, dtype="<i4").tobytes(),
-            r.sampling.temperature,
-            r.sampling.top_p,
-            r.sampling.top_k,
-            r.sampling.max_new_tokens,
-            r.sampling.stop_token_ids,
-            r.min_version,
-            r.images,
-        )
-        for r in requests
-    ]
-    return REQUESTS.pack(rows)
+    return REQUESTS.pack([_pack_request(request) for request in requests])
+
+
+def _pack_request(r: GenerateRequest) -> PackedRequest | tuple[object, ...]:
+    packed = PackedRequest(
+        r.request_id,
+        np.asarray(r.prompt, dtype="<i4").tobytes(),
+        r.sampling.temperature,
+        r.sampling.top_p,
+        r.sampling.top_k,
+        r.sampling.max_new_tokens,
+        r.sampling.stop_token_ids,
+        r.min_version,
+        r.images,
+        r.sampling.stop_strings,
+        r.num_answered,
+    )
+    # Without stop strings their fields are left out, so that older builds can read it
+    return packed if r.sampling.stop_strings else structs.astuple(packed)[:-2]
 
 
 def decode_requests(blob: bytes) -> list[GenerateRequest]:
@@ -189,7 +195,10 @@ def _decode_request(row: PackedRequest) -> GenerateRequest:
         row.top_k,
         row.max_new_tokens,
         row.stop_token_ids,
+        row.stop_strings,
     )
+    if not all(row.stop_strings) or row.num_answered > len(prompt):
+        raise ValueError(f"stop strings {row.stop_strings}, {row.num_answered} of {len(prompt)} tokens answered")
     check_images(row.images, len(prompt))
     episode, continues, _ = row.request_id.partition(EPISODE_SEPARATOR)
     return GenerateRequest(
@@ -200,6 +209,7 @@ def _decode_request(row: PackedRequest) -> GenerateRequest:
         row.images,
         episode=episode if continues else "",
         continues=bool(continues),
+        num_answered=row.num_answered,
     )
 
 

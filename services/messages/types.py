@@ -68,6 +68,8 @@ class Sampling:
     top_k: int = -1
     max_new_tokens: int = 64
     stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    """Not empty; as in `services.generation.stops`."""
 
 
 class PromptImage(Message, frozen=True):
@@ -100,11 +102,13 @@ class GenerateRequest:
     """Whether prompts of the episode continue the one before and its answer, as a rule."""
     group: str = ""
     """Group whose first prompts are alike, for the choice of a replica; not sent."""
+    num_answered: int = 0
+    """Tokens at the prompt's end that begin the answer, sampled elsewhere. Sent if there are stop strings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Sampled turn, with stop token; if refused, only `error` is set."""
+    """Sampled turn, with stop token or string; if refused, only `error` is set."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()

@@ -8,7 +8,7 @@ from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_va
 
 from offbeat.envs.config import Config
 from offbeat.envs.prompts import IMAGE
-from offbeat.services.generation.config import GeneratingArgs
+from offbeat.services.generation.config import GeneratingArgs, StopString
 from offbeat.services.reward.config import RewardsConfig
 from offbeat.services.rollout.data.config import DataConfig, Pipeline
 from offbeat.services.tracing.config import TelemetryConfig
@@ -209,13 +209,14 @@ class ManagerGeneratingArgs(Config):
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)
     max_new_tokens: int | None = Field(default=None, ge=1)
+    stop_strings: tuple[StopString, ...] | None = Field(default=None, max_length=16)
 
     def over(self, args: GeneratingArgs) -> GeneratingArgs:
         return args.model_copy(update=self.model_dump(exclude_none=True))
 
     def for_evaluation(self, train: GeneratingArgs) -> GeneratingArgs:
-        """Return the sampling of evaluations: temperature 1 without truncation, with these changes."""
-        return self.over(GeneratingArgs(max_new_tokens=train.max_new_tokens))
+        """Return the sampling of evaluations: temperature 1 without truncation, training's ends, with these changes."""
+        return self.over(GeneratingArgs(max_new_tokens=train.max_new_tokens, stop_strings=train.stop_strings))
 
 
 class EnvManagerConfig(Config):

@@ -11,15 +11,15 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from offbeat.services.errors import GenerationError, WeightsError
-from offbeat.services.generation.engine import EndCheck, MostLikely, PromptScores, TopCompletion
+from offbeat.services.generation.engine import MostLikely, PromptScores, TopCompletion
 from offbeat.services.messages.types import GenerateRequest, Sampling
 from offbeat.services.tinker.errors import TinkerError
 from offbeat.services.tinker.records import AdapterVersion
 from offbeat.services.tinker.schemas import SampleBody
-from offbeat.services.tinker.stops import StopRules
+from offbeat.services.tinker.stops import read_stops
 from offbeat.services.tinker.wire import SampleAnswer, SampledSequence
 
 BASE_VERSION = 0
@@ -28,9 +28,7 @@ BASE_VERSION = 0
 class AdapterEngine(Protocol):
     """Engine that samples the base model, or an adapter by name."""
 
-    async def generate_with_top(
-        self, request: GenerateRequest, adapter: str, num_top: int, is_end: EndCheck | None = None
-    ) -> TopCompletion: ...
+    async def generate_with_top(self, request: GenerateRequest, adapter: str, num_top: int) -> TopCompletion: ...
 
     async def score(self, prompt: Sequence[int], adapter: str = "", num_top: int = 0) -> PromptScores: ...
 
@@ -100,11 +98,8 @@ class AdapterSlots:
 
 
 class Sampler:
-    def __init__(
-        self, engine: AdapterEngine, tokenizer: Any, end_ids: Sequence[int], *, context: int, max_adapters: int
-    ) -> None:
+    def __init__(self, engine: AdapterEngine, end_ids: Sequence[int], *, context: int, max_adapters: int) -> None:
         self._engine = engine
-        self._tokenizer = tokenizer
         self._end_ids = end_ids
         self._context = context
         self._slots = AdapterSlots(engine, max_adapters)
@@ -130,21 +125,20 @@ class Sampler:
             return await self._sample(body, request_id, name)
 
     async def _sample(self, body: SampleBody, request_id: str, adapter: str) -> SampleAnswer:
-        prompt, rules = prompt_tokens(body), StopRules(self._tokenizer, self._end_ids, body.sampling_params.stop)
-        given = body.sampling_params
+        prompt, given = prompt_tokens(body), body.sampling_params
+        stops = read_stops(given.stop, self._end_ids)
         sampling = Sampling(
             temperature=given.temperature,
             top_p=given.top_p,
             top_k=given.top_k,
             max_new_tokens=given.max_tokens or self._context,
-            stop_token_ids=rules.token_ids,
+            stop_token_ids=stops.token_ids,
+            stop_strings=stops.texts,
         )
         requests = [GenerateRequest(f"{request_id}:{i}", prompt, sampling) for i in range(body.num_samples)]
-        num_top, is_end = body.topk_sample_logprobs, rules.is_end if rules.texts else None
-        answers = await asyncio.gather(
-            *(self._engine.generate_with_top(each, adapter, num_top, is_end) for each in requests)
-        )
-        sequences = [_cut(answer, rules) for answer in answers]
+        num_top = body.topk_sample_logprobs
+        answers = await asyncio.gather(*(self._engine.generate_with_top(each, adapter, num_top) for each in requests))
+        sequences = [_sequence(answer) for answer in answers]
         num_top = body.topk_prompt_logprobs
         if not body.prompt_logprobs and not num_top:
             return SampleAnswer(sequences)
@@ -168,12 +162,10 @@ def prompt_tokens(body: SampleBody) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def _cut(answer: TopCompletion, rules: StopRules) -> SampledSequence:
+def _sequence(answer: TopCompletion) -> SampledSequence:
     completion = answer.completion
     if completion.error:
         raise TinkerError(completion.error)
     versions = [span.version for span in completion.versions for _ in range(span.start, span.end)]
-    end = rules.find_end(completion.token_ids)
-    reason = completion.finish_reason.value if end is None else "stop"
-    top = answer.top[:end] or None
-    return SampledSequence(completion.token_ids[:end], completion.logprobs[:end], versions[:end], reason, top)
+    reason = completion.finish_reason.value
+    return SampledSequence(completion.token_ids, completion.logprobs, versions, reason, answer.top or None)

@@ -25,6 +25,7 @@ from offbeat.services.chat.template import load_chat_template
 from offbeat.services.gateway.server import Gateway
 from offbeat.services.gateway.session import EpisodeSession, SessionLimits
 from offbeat.services.generation.config import EngineModelArgs, EngineStrategy, GenerationConfig, VllmConfig
+from offbeat.services.generation.stops import load_decoder
 from offbeat.services.generation.vllm.engine import VllmEngine
 from offbeat.services.generation.vllm.sessions import Sessions
 from offbeat.services.messages.types import (
@@ -35,6 +36,7 @@ from offbeat.services.messages.types import (
     GenerateRequest,
     Sampling,
     Segment,
+    VersionSpan,
 )
 from offbeat.services.rollout.config import CustomEnv
 from offbeat.services.rollout.envs.runners import EnvSpec, InlineEnv
@@ -60,7 +62,7 @@ class Policies:
     """Three sets of weights, and the engine that serves one of them."""
 
     def __init__(self, engine: VllmEngine, folder: Path, files: Path) -> None:
-        self.engine = engine
+        self.engine, self.folder = engine, folder
         self.recomputing = VllmEngine(engine.llm, CONFIG.model_copy(update={"on_weight_update": "recompute"}))
         self.models = [random_policy(folder, seed) for seed in range(3)]
         self.files = [save_weights(model, files / f"{i}.safetensors") for i, model in enumerate(self.models)]
@@ -188,6 +190,27 @@ async def test_a_stop_token_is_kept_and_ends_the_answer(policies: Policies) -> N
     assert len(completion.logprobs) == len(completion.token_ids)
 
 
+async def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(policies: Policies) -> None:
+    """Also where it begins in tokens that another engine sampled; a stop token counts beside it."""
+    await policies.load(0)
+    decode = load_decoder(policies.folder)
+    for text, num_answered in (("1 w", 0), ("4", 0), ("3 w", 1)):
+        request = policies.request(PROMPT, max_new_tokens=380, stop_strings=(text, "never"))
+        request = replace(request, num_answered=num_answered)
+        completion = await policies.generate(request)
+        assert mismatch(policies.models[0], request, completion).max() < FLOAT_NOISE
+        assert completion.finish_reason is FinishReason.STOP
+        answer = [*request.prompt[len(request.prompt) - num_answered :], *completion.token_ids]
+        assert text in decode(answer)
+        assert text not in decode(answer[:-1])
+        assert completion.versions == (VersionSpan(0, len(completion.token_ids), policies.version),)
+    begun = policies.request((*PROMPT, 9), max_new_tokens=40, stop_strings=(" w", " <", " u", " a", " s"))
+    assert len((await policies.generate(replace(begun, num_answered=1))).token_ids) == 1, "w2, and a next word"
+    assert len((await policies.generate(begun)).token_ids) == 2
+    both = policies.request(PROMPT, max_new_tokens=380, stop_strings=("4 w1",), stop_token_ids=tuple(range(4, 32)))
+    assert len((await policies.generate(both)).token_ids) < 20
+
+
 async def test_what_the_engine_cannot_take_is_refused_and_harms_no_other_request(policies: Policies) -> None:
     await policies.load(0)
     for prompt in ((1,) * 512, (32,), (-1,), ()):
@@ -257,6 +280,26 @@ async def test_an_episode_continues_in_its_session_with_exact_logprobs(policies:
     request, completion = await episode.turn()
     assert mismatch(policies.models[1], request, completion).max() < FLOAT_NOISE
     assert sessions.num_continued == continued + 4
+
+
+async def test_a_turn_that_a_stop_string_ends_keeps_its_session(policies: Policies) -> None:
+    """Also if the length would end it with the same token."""
+    await policies.load(0)
+    decode = load_decoder(policies.folder)
+    episode, sessions = SessionEpisode(policies, "stops"), policies.engine.sessions
+    continued = sessions.num_continued
+    for text in ("1 w", "", "im_", "2 w"):
+        limits = {"max_new_tokens": 120, "stop_strings": (text,)} if text else {"max_new_tokens": 20}
+        request, completion = await episode.turn(**limits)
+        assert mismatch(policies.models[0], request, completion).max() < FLOAT_NOISE
+        assert (completion.finish_reason is FinishReason.STOP) == bool(text)
+        assert completion.versions == (VersionSpan(0, len(completion.token_ids), policies.version),)
+        if text:
+            assert text in decode(completion.token_ids)
+            assert text not in decode(completion.token_ids[:-1])
+    assert sessions.num_continued == continued + 3
+    _, last = await episode.turn(max_new_tokens=1, stop_strings=("w", "<", "a", "e"))
+    assert last.finish_reason is FinishReason.STOP
 
 
 async def test_a_turn_that_spans_an_update_reports_both_versions_and_ends_its_session(policies: Policies) -> None:

@@ -17,10 +17,9 @@ from typing import NamedTuple
 
 import torch
 
-from offbeat.services.errors import GenerationError, RetryableError
+from offbeat.services.errors import GenerationError, RetryableError, RolloutError
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.engine import (
-    EndCheck,
     LoadTimes,
     MostLikely,
     PromptScores,
@@ -34,6 +33,7 @@ from offbeat.services.generation.hf.rows import RowStore
 from offbeat.services.generation.hf.sampler import find_top, sample
 from offbeat.services.generation.hf.scheduler import PlannedChunk, RunningSequence, Scheduler
 from offbeat.services.generation.kv_cache import cache_problem
+from offbeat.services.generation.stops import StopStrings, load_decoder, stop_strings_of
 from offbeat.services.malloc import keep_freed_memory_here
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, Sampling
 
@@ -56,12 +56,13 @@ class SampledToken(NamedTuple):
 
 
 class HfEngine:
-    def __init__(self, model: PolicyModel, config: GenerationConfig, context: int, seed: int) -> None:
-        """context: longest sequence, tokens. Raises GenerationError if the cache does not hold one."""
+    def __init__(self, model: PolicyModel, folder: Path, config: GenerationConfig, context: int, seed: int) -> None:
+        """folder: of the model. context: longest sequence, tokens. Raises GenerationError if the cache does not hold one."""
         if problem := cache_problem(config.kv_cache_gib, context, model.bytes_per_token):
             raise GenerationError(f"actor_infer.kv_cache_gib: {problem}")
         num_rows = int(config.kv_cache_gib * 2**30) // (context * model.bytes_per_token)
         self._model = model
+        self._folder = folder
         self._context = context
         self._recompute = config.on_weight_update == "recompute"
         self._timeout_s = config.update_timeout_s
@@ -85,7 +86,7 @@ class HfEngine:
         keep_freed_memory_here()
         dtype = getattr(torch, config.model_args.dtype or "float32")
         policy = await asyncio.to_thread(PolicyModel, model, dtype)
-        engine = cls(policy, config, config.engine.max_model_len or sequence_length, seed)
+        engine = cls(policy, model, config, config.engine.max_model_len or sequence_length, seed)
         await engine.generate(GenerateRequest("warm-up", (0,), Sampling(max_new_tokens=2)), -1)
         return engine
 
@@ -113,15 +114,17 @@ class HfEngine:
         del version  # that of a token is known from the pass that sampled it
         return (await self.generate_with_top(request, adapter, 0)).completion
 
-    async def generate_with_top(
-        self, request: GenerateRequest, adapter: str, num_top: int, is_end: EndCheck | None = None
-    ) -> TopCompletion:
-        """Sample as `generate`, with the most likely tokens in each sampled one's place. is_end: called after each."""
+    async def generate_with_top(self, request: GenerateRequest, adapter: str, num_top: int) -> TopCompletion:
+        """Sample as `generate`, with the most likely tokens in each sampled one's place."""
         if problem := self._problem(request, adapter):
             return TopCompletion(Completion(request.request_id, error=problem))
+        try:
+            stops = await self._stops(request)
+        except RolloutError as error:
+            return TopCompletion(Completion(request.request_id, error=str(error)))
         self._raise_if_dead()
         limit = min(request.sampling.max_new_tokens, self._context - len(request.prompt))
-        sequence = RunningSequence(request, limit, list(request.prompt), adapter, num_top=num_top, is_end=is_end)
+        sequence = RunningSequence(request, limit, list(request.prompt), adapter, num_top=num_top, stops=stops)
         answer = self._answers[sequence] = asyncio.get_running_loop().create_future()
         self._scheduler.add(sequence)
         self._submitted.set()
@@ -222,6 +225,13 @@ class HfEngine:
         if min(request.prompt) < 0 or max(request.prompt) >= self._model.vocab_size:
             return f"a token id is outside the vocabulary of {self._model.vocab_size}"
         return ""
+
+    async def _stops(self, request: GenerateRequest) -> StopStrings | None:
+        """Raises RolloutError if the model has no tokenizer."""
+        if not (texts := request.sampling.stop_strings):
+            return None
+        await asyncio.to_thread(load_decoder, self._folder)
+        return stop_strings_of(self._folder, texts)
 
     def _raise_if_dead(self) -> None:
         if self._passes.done():

@@ -9,8 +9,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from offbeat.services.generation.engine import EndCheck, MostLikely
+from offbeat.services.generation.engine import MostLikely
 from offbeat.services.generation.hf.rows import CHUNK, CacheRow, RowStore
+from offbeat.services.generation.stops import StopStrings
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, VersionSpan
 
 MAX_TOKENS_PER_PASS = 2048
@@ -36,7 +37,7 @@ class RunningSequence:
     num_top: int = 0
     """Most likely tokens to report by sampled token."""
     top: list[MostLikely] = field(default_factory=list[MostLikely])
-    is_end: EndCheck | None = None
+    stops: StopStrings | None = None
 
     @property
     def num_sampled(self) -> int:
@@ -56,9 +57,14 @@ class RunningSequence:
             self.versions.append(VersionSpan(place, place + 1, version))
 
     def finish_reason(self) -> FinishReason | None:
-        if self.tokens[-1] in self.request.sampling.stop_token_ids or (self.is_end and self.is_end(self.answer)):
+        if self.tokens[-1] in self.request.sampling.stop_token_ids or self._has_stop_string():
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_sampled >= self.limit else None
+
+    def _has_stop_string(self) -> bool:
+        if self.stops is None:
+            return False
+        return self.stops.is_end(self.tokens[len(self.request.prompt) - self.request.num_answered :])
 
     def completion(self, reason: FinishReason) -> Completion:
         return Completion(

@@ -14,10 +14,17 @@ from typing import Any
 
 import httpx
 
-from offbeat.services.errors import GenerationError, RetryableError
+from offbeat.services.errors import GenerationError, RetryableError, RolloutError
 from offbeat.services.generation.config import GenerationConfig, sampling_mask_limit
 from offbeat.services.generation.engine import LoadTimes, SessionCounts
-from offbeat.services.generation.sglang.server import PROGRAM, SglangServer, server_arguments, server_environment
+from offbeat.services.generation.sglang.server import (
+    PROGRAM,
+    SglangServer,
+    has_tokenizer,
+    server_arguments,
+    server_environment,
+)
+from offbeat.services.generation.stops import cut_completion, load_decoder, stop_strings_of
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, Sampling, VersionSpan
 
 ID_END = "$"
@@ -87,10 +94,15 @@ class SglangEngine:
         """Sample; the version is part of the prefix cache's key."""
         if request.images:
             return Completion(request.request_id, error="the prompt holds images, which sglang is not given: take vllm")
+        if request.sampling.stop_strings:
+            try:
+                await asyncio.to_thread(load_decoder, self._model)
+            except RolloutError as error:
+                return Completion(request.request_id, error=str(error))
         body: dict[str, Any] = {
             "rid": request.request_id + ID_END,
             "input_ids": list(request.prompt),
-            "sampling_params": _parameters(request.sampling),
+            "sampling_params": _parameters(request.sampling, has_stops=has_tokenizer(self._config)),
             "return_logprob": True,
         }
         is_cut = 0 < request.sampling.top_k < self._mask_limit and request.sampling.temperature > 0
@@ -107,7 +119,15 @@ class SglangEngine:
             return Completion(request.request_id, error=_message(reply))
         if not reply.is_success:
             raise RetryableError(f"the engine failed: {_message(reply)}")
-        return _completion(request.request_id, reply.json(), is_cut=is_cut)
+        completion = _completion(request.request_id, reply.json(), is_cut=is_cut)
+        return self._end_at_stop(request, completion) if request.sampling.stop_strings else completion
+
+    def _end_at_stop(self, request: GenerateRequest, completion: Completion) -> Completion:
+        """Cut an answer behind its first stop string, which a server without tokenizer, or by its own rule, samples past."""
+        stops = stop_strings_of(self._model, request.sampling.stop_strings)
+        before = [*request.prompt[len(request.prompt) - request.num_answered :]]
+        end = stops.find_end([*before, *completion.token_ids])
+        return completion if end is None else cut_completion(completion, end - len(before))
 
     async def stage(self, path: Path) -> None:
         """Nothing: SGLang reads a version while it is paused."""
@@ -187,8 +207,8 @@ class SglangEngine:
             raise RetryableError(f"the engine failed: {error or type(error).__name__}") from error
 
 
-def _parameters(sampling: Sampling) -> dict[str, Any]:
-    return {
+def _parameters(sampling: Sampling, *, has_stops: bool) -> dict[str, Any]:
+    parameters: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,  # SGLang refuses 0
@@ -196,6 +216,9 @@ def _parameters(sampling: Sampling) -> dict[str, Any]:
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": not sampling.stop_token_ids,  # where true, SGLang ignores these, too
     }
+    if has_stops and sampling.stop_strings:
+        parameters |= {"stop": list(sampling.stop_strings), "no_stop_trim": True}
+    return parameters
 
 
 def _completion(request_id: str, reply: Mapping[str, Any], *, is_cut: bool) -> Completion:

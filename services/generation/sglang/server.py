@@ -46,7 +46,7 @@ def server_arguments(config: GenerationConfig, model: Path, sequence_length: int
         "model-path": str(model),
         "load-format": "dummy",
         "weight-version": "-1",
-        "skip-tokenizer-init": True,
+        "skip-tokenizer-init": not has_tokenizer(config),
         "dtype": config.model_args.dtype or "auto",
         "context-length": (engine.max_model_len or sequence_length) + CONTEXT_MARGIN,
         "max-running-requests": engine.max_num_seqs,
@@ -61,6 +61,11 @@ def server_arguments(config: GenerationConfig, model: Path, sequence_length: int
         "log-level": "warning",
     }
     return _command_line(arguments | _cache_size(config, model) | _named_by_dashes(engine))
+
+
+def has_tokenizer(config: GenerationConfig) -> bool:
+    """Return whether the server decodes answers, which it needs for stop strings and does for all requests."""
+    return bool(config.generating_args.stop_strings)
 
 
 def _cache_size(config: GenerationConfig, model: Path) -> dict[str, JsonValue]:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from offbeat.services.errors import GenerationError, RetryableError, WeightsError
 from offbeat.services.generation.config import GenerationConfig
-from offbeat.services.generation.engine import EndCheck, LoadTimes, MostLikely, PromptScores, TopCompletion
+from offbeat.services.generation.engine import LoadTimes, MostLikely, PromptScores, TopCompletion
 from offbeat.services.generation.vllm.engine import VllmEngine, engine_failures, finish_reason, sampling_parameters
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, Sampling, VersionSpan
 
@@ -114,27 +114,22 @@ class VllmAdapterEngine:
         request: GenerateRequest,
         adapter: str,
         num_top: int,
-        is_end: EndCheck | None = None,
         *,
         repeats: bool = True,
     ) -> TopCompletion:
         """Sample, with the most likely tokens in each sampled one's place; refused requests yield `error`.
 
-        is_end: a few tokens may follow the end that it finds. repeats: sample again if the adapter changes before the
+        repeats: sample again if the adapter changes before the
         first token, as part of the prompt may have the former weights.
 
         Raises:
             RetryableError: the engine died.
         """
-        from vllm.sampling_params import RequestOutputKind
-
+        if problem := await self._engine.stops_problem(request.sampling):
+            return TopCompletion(Completion(request.request_id, error=problem))
         parameters = sampling_parameters(request.sampling, num_logprobs=min(num_top, self._max_top))
-        if is_end:
-            parameters.output_kind = RequestOutputKind.CUMULATIVE
         try:
-            output, source = await self._run(
-                request.request_id, request.prompt, adapter, parameters, is_end, repeats=repeats
-            )
+            output, source = await self._run(request.request_id, request.prompt, adapter, parameters, repeats=repeats)
         except GenerationError as error:
             return TopCompletion(Completion(request.request_id, error=str(error)))
         (answer,) = output.outputs
@@ -177,7 +172,6 @@ class VllmAdapterEngine:
         prompt: Sequence[int],
         name: str,
         parameters: Any,
-        is_end: EndCheck | None = None,
         *,
         repeats: bool = True,
     ) -> tuple[Any, NamedAdapter]:
@@ -198,24 +192,19 @@ class VllmAdapterEngine:
                 base, change = self._base.changes[-1], adapter.changes[-1]
             tokens = tokens_input(list(prompt), cache_salt=f"{base}/{change}")
             lora = LoRARequest(name, adapter.number, adapter.folder) if name else None
-            output = await self._submit(request_id, tokens, parameters, lora, is_end)
+            output = await self._submit(request_id, tokens, parameters, lora)
             spans = output.outputs[0].weight_versions
             if not repeats or not spans or adapter.change_at(int(spans[0].version)) == change:
                 return output, adapter
 
-    async def _submit(self, request_id: str, tokens: Any, parameters: Any, lora: Any, is_end: EndCheck | None) -> Any:
+    async def _submit(self, request_id: str, tokens: Any, parameters: Any, lora: Any) -> Any:
         """Return vLLM's output; raises as `_run`."""
         from vllm.exceptions import VLLMClientError
 
         try:
             with engine_failures():
                 sampling = self._llm.generate(tokens, parameters, request_id, lora_request=lora)
-                output: Any = None
-                async for output in sampling:
-                    if is_end and not output.finished and is_end(output.outputs[0].token_ids):
-                        is_end = None
-                        await self._engine.abort([request_id])
-                return output
+                return [output async for output in sampling][-1]
         except (VLLMClientError, ValueError) as error:
             raise GenerationError(str(error)) from error
 

@@ -9,6 +9,7 @@ from offbeat.services.generation.config import UTILIZATION, GenerationConfig
 from offbeat.services.malloc import keep_freed_memory
 
 WORKER_EXTENSION = "offbeat.services.generation.vllm.worker.WorkerExtension"
+SCHEDULER = "offbeat.services.generation.vllm.stops.make_scheduler"
 PRIMITIVES = 512
 """Matrix products that oneDNN keeps compiled, 256 KiB each. Its default, 1024, doubles memory; 128 doubled the time of
 small batches.
@@ -56,6 +57,7 @@ def engine_arguments(config: GenerationConfig, model: Path, sequence_length: int
         "enable_prefix_caching": config.engine.enable_prefix_caching,
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
+        "scheduler_cls": SCHEDULER,
         # In a placement group vLLM would take Ray's executor
         "distributed_executor_backend": "uni" if config.engine.world_size == 1 else "mp",
     }

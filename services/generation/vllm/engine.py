@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.services.chat.vision import model_family
-from offbeat.services.errors import GenerationError, RetryableError
+from offbeat.services.errors import GenerationError, RetryableError, RolloutError
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.engine import LoadTimes, SessionCounts
+from offbeat.services.generation.stops import load_decoder
 from offbeat.services.generation.vllm.arguments import engine_arguments, engine_environment, extension_arguments
 from offbeat.services.generation.vllm.sessions import AbortedError, Sessions, SessionTurn
 from offbeat.services.generation.vllm.update_request import TAKE_ADAPTER, is_whole, update_request_of
@@ -72,6 +73,7 @@ class VllmEngine:
     ) -> "VllmEngine":
         os.environ.update(engine_environment(config))
         logging.getLogger("vllm").setLevel(logging.WARNING)
+        logging.getLogger("vllm.config.scheduler").setLevel(logging.ERROR)  # warns of any scheduler but its own
         with uncollected_imports():
             from vllm.config import WeightTransferConfig
             from vllm.engine.arg_utils import AsyncEngineArgs
@@ -119,7 +121,7 @@ class VllmEngine:
         """Sample; the version salts the prefix cache."""
         from vllm.exceptions import VLLMClientError
 
-        if problem := self.prompt_problem(request.prompt):
+        if problem := self.prompt_problem(request.prompt) or await self.stops_problem(request.sampling):
             return Completion(request.request_id, error=problem)
         try:
             with engine_failures():
@@ -135,13 +137,24 @@ class VllmEngine:
             return f"a token id is outside the vocabulary of {self.vocab_size}"
         return ""
 
+    async def stops_problem(self, sampling: Sampling) -> str:
+        """Return why the engine would die of stop strings, empty if it would not."""
+        if sampling.stop_strings:
+            try:
+                await asyncio.to_thread(load_decoder, Path(self.llm.model_config.model))
+            except RolloutError as error:
+                return str(error)
+        return ""
+
     async def _sample(self, request: GenerateRequest, salt: str) -> Completion:
         if self._has_sessions and self._stays(request):
-            turn = SessionTurn(request, salt, self._parameters(request.sampling, is_session=True), self._adapter)
+            parameters = self._parameters(request.sampling, _num_answered(request), is_session=True)
+            turn = SessionTurn(request, salt, parameters, self._adapter)
             return await self.sessions.generate(turn)
         await self.sessions.make_room(request)
         with self.sessions.running(request):
-            prompt, parameters = self._prompt(request, salt), self._parameters(request.sampling)
+            parameters = self._parameters(request.sampling, _num_answered(request))
+            prompt = self._prompt(request, salt)
             sampling = self.llm.generate(prompt, parameters, request.request_id, lora_request=self._adapter)
             outputs = [out async for out in sampling]
         (answer,) = outputs[-1].outputs
@@ -274,10 +287,15 @@ def engine_failures() -> Iterator[None]:
         raise RetryableError(f"the engine failed: {error}") from error
 
 
-def sampling_parameters(sampling: Sampling, *, is_session: bool = False, num_logprobs: int = 0) -> Any:
-    """num_logprobs: most likely tokens in each place, beside the sampled one."""
+def sampling_parameters(
+    sampling: Sampling, num_answered: int = 0, *, is_session: bool = False, num_logprobs: int = 0
+) -> Any:
+    """num_answered: as of `GenerateRequest`. num_logprobs: most likely tokens in each place, beside the sampled one."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+    from offbeat.services.generation.vllm.stops import NUM_ANSWERED, STOP_STRINGS
+
+    stops = {STOP_STRINGS: list(sampling.stop_strings), NUM_ANSWERED: num_answered} if sampling.stop_strings else None
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -288,9 +306,14 @@ def sampling_parameters(sampling: Sampling, *, is_session: bool = False, num_log
         logprobs=num_logprobs,
         flat_logprobs=True,
         detokenize=False,
+        extra_args=stops,
         output_kind=RequestOutputKind.DELTA if is_session else RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # a copy is made for each request all the same; they share what one engine fills in alike
     )
+
+
+def _num_answered(request: GenerateRequest) -> int:
+    return request.num_answered if request.sampling.stop_strings else 0  # else requests differ in nothing
 
 
 def finish_reason(output: Any) -> FinishReason:

@@ -26,9 +26,9 @@ def build_samplings(settings: WorkerSettings, stop_ids: tuple[int, ...]) -> dict
     """Return settings by `EpisodeTask.sampling_name`."""
     train = settings.generating_args
     sampled = settings.val_env_manager.generating_args.for_evaluation(train)
-    greedy = GeneratingArgs(temperature=0.0, max_new_tokens=sampled.max_new_tokens)
+    greedy = GeneratingArgs(temperature=0.0, max_new_tokens=sampled.max_new_tokens, stop_strings=sampled.stop_strings)
     return {
-        name: Sampling(args.temperature, args.top_p, args.top_k, args.max_new_tokens, stop_ids)
+        name: Sampling(args.temperature, args.top_p, args.top_k, args.max_new_tokens, stop_ids, args.stop_strings)
         for name, args in (("train", train), ("sampled", sampled), ("greedy", greedy))
     }
 

@@ -95,8 +95,8 @@ async def test_a_turn_continues_at_another_replica_with_its_tokens(mesh: Mesh) -
     await mesh.b.asked("begun", "new")
     await mesh.b.publish(4)
     (_, (begun, new)) = mesh.sent[1]
-    assert (list(begun.prompt), begun.sampling.max_new_tokens) == ([1, 2, 5, 6], 6)
-    assert (list(new.prompt), new.sampling.max_new_tokens) == ([1, 2], 8)
+    assert (list(begun.prompt), begun.sampling.max_new_tokens, begun.num_answered) == ([1, 2, 5, 6], 6, 2)
+    assert (list(new.prompt), new.sampling.max_new_tokens, new.num_answered) == ([1, 2], 8, 0)
     mesh.b.engine.finish("begun", "new", version=3)
     completions = {each.request_id: each for batch in await answers for each in batch}
     assert completions["begun"] == Completion(

@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, cast
 
+import msgpack
 import numpy as np
 import pytest
 from hypothesis import given
@@ -306,6 +307,19 @@ def test_the_id_of_a_request_says_whether_it_continues_its_episode(continues: bo
     (decoded,) = codec.decode_requests(codec.encode_requests([request]))
     assert (decoded.request_id, decoded.continues) == (name, continues)
     assert decoded.episode == ("e" if continues else "")
+
+
+def test_only_requests_with_stop_strings_carry_them() -> None:
+    """Requests without have the fields of earlier builds, which refuse others."""
+    stopping = GenerateRequest("r", (5, 6), Sampling(stop_strings=("</a>", "b")), num_answered=1)
+    plain = replace(stopping, sampling=Sampling())
+    blobs = [codec.encode_requests([each]) for each in (stopping, plain)]
+    assert codec.decode_requests(blobs[0]) == [stopping]
+    assert codec.decode_requests(blobs[1]) == [replace(plain, num_answered=0)]
+    assert [len(msgpack.unpackb(blob)[2][0]) for blob in blobs] == [11, 9]
+    for bad in (replace(stopping, sampling=Sampling(stop_strings=("",))), replace(stopping, num_answered=3)):
+        with pytest.raises(CodecError):
+            codec.decode_requests(codec.encode_requests([bad]))
 
 
 def test_messages_have_the_bytes_of_schema_3() -> None:

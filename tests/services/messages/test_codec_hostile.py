@@ -31,7 +31,12 @@ pytestmark = pytest.mark.slow
 MANY = settings(max_examples=int(os.environ.get("OFFBEAT_FUZZ_EXAMPLES", "400")))
 BLOBS = {
     "trajectory": codec.encode_trajectory(make_trajectory(3, 1, reward=1.0, version=2, text=("a", "b"))),
-    "requests": codec.encode_requests([GenerateRequest("r", (1, 2), Sampling(0.5, 0.9, 5, 3, (7,)), 4)]),
+    "requests": codec.encode_requests(
+        [
+            GenerateRequest("r", (1, 2), Sampling(0.5, 0.9, 5, 3, (7,)), 4),
+            GenerateRequest("s", (1, 2), Sampling(stop_strings=("</a>",)), num_answered=1),
+        ]
+    ),
     "completions": codec.encode_completions(
         [Completion("r", (5, 7), (-0.5, -0.25), (VersionSpan(0, 2, 4),), FinishReason.STOP)]
     ),

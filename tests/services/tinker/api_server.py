@@ -10,7 +10,7 @@ from offbeat.services.tinker.log import CommandLog
 from offbeat.services.tinker.sampling import Sampler
 from offbeat.services.tinker.service import BaseModelInfo, TinkerService
 from offbeat.services.tinker.store import TinkerStore
-from tests.services.tinker.test_sampling import FakeEngine, FakeTokenizer
+from tests.services.tinker.test_sampling import FakeEngine
 
 CONFIG = TinkerConfig(max_queued_commands=100, max_models_per_key=3, max_saved_gib=1.5)
 KEY, OTHER_KEY = {"X-API-Key": "tml-one"}, {"X-API-Key": "tml-other"}
@@ -35,6 +35,6 @@ class Server:
 
 
 def make_service(redis: Redis, config: TinkerConfig) -> TinkerService:
-    sampler = Sampler(FakeEngine(), FakeTokenizer(), [50], context=100, max_adapters=2)
+    sampler = Sampler(FakeEngine(), [50], context=100, max_adapters=2)
     base = BaseModelInfo("base", "/models/base", "qwen2", 100)
     return TinkerService(TinkerStore(redis, "test", config), sampler, base, config)

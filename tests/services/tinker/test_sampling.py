@@ -9,7 +9,8 @@ import pytest
 from tinker.proto.response_conv import deserialize_sample_response
 
 from offbeat.services.errors import MeshError, WeightsError
-from offbeat.services.generation.engine import EndCheck, MostLikely, PromptScores, TopCompletion
+from offbeat.services.generation.engine import MostLikely, PromptScores, TopCompletion
+from offbeat.services.generation.stops import StopStrings
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, VersionSpan
 from offbeat.services.tinker.errors import QueueFullError, TinkerError, UnauthorizedError
 from offbeat.services.tinker.futures import SampleFutures
@@ -17,30 +18,28 @@ from offbeat.services.tinker.owners import read_keys
 from offbeat.services.tinker.records import AdapterVersion, Result
 from offbeat.services.tinker.sampling import AdapterSlots, Sampler
 from offbeat.services.tinker.schemas import SampleBody
-from offbeat.services.tinker.stops import StopRules
+from offbeat.services.tinker.stops import read_stops
 from offbeat.services.tinker.wire import encode_sample_response
 from tests.waiting import wait_until
 
 
 class FakeEngine:
-    """Answers 1, 2, 3, ... and one more after an end; calls are recorded."""
+    """Answers 1, 2, 3, ..., written as `<1><2><3>`; calls are recorded."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str]] = []
         self.requests: list[GenerateRequest] = []
-        self.num_sampled = 0
 
-    async def generate_with_top(
-        self, request: GenerateRequest, adapter: str, num_top: int, is_end: EndCheck | None = None
-    ) -> TopCompletion:
+    async def generate_with_top(self, request: GenerateRequest, adapter: str, num_top: int) -> TopCompletion:
         del adapter
         self.requests.append(request)
         count = request.sampling.max_new_tokens
-        ends = (number + 1 for number in range(1, count) if is_end and is_end(range(1, number + 1)))
-        count = self.num_sampled = next(ends, count)
-        tokens = tuple(range(1, count + 1))
+        tokens, reason = tuple(range(1, count + 1)), FinishReason.LENGTH
+        texts = request.sampling.stop_strings
+        if texts and (end := StopStrings(_decode, texts).find_end(tokens)) is not None:
+            tokens, count, reason = tokens[:end], end, FinishReason.STOP
         spans = (VersionSpan(0, 2, 7), VersionSpan(2, count, 8))
-        completion = Completion(request.request_id, tokens, (-0.5,) * count, spans, FinishReason.LENGTH)
+        completion = Completion(request.request_id, tokens, (-0.5,) * count, spans, reason)
         return TopCompletion(completion, _top(tokens, num_top))
 
     async def score(self, prompt: Sequence[int], adapter: str = "", num_top: int = 0) -> PromptScores:
@@ -64,9 +63,8 @@ def _top(tokens: Sequence[int], count: int) -> list[MostLikely]:
     return [MostLikely([token + i for i in first], [-float(i) for i in first]) for token in tokens] if count else []
 
 
-class FakeTokenizer:
-    def decode(self, tokens: list[int], **_: Any) -> str:
-        return "".join(f"<{token}>" for token in tokens)
+def _decode(tokens: Sequence[int]) -> str:
+    return "".join(f"<{token}>" for token in tokens)
 
 
 def adapter(version: int = 0) -> AdapterVersion:
@@ -182,20 +180,19 @@ def body(**changes: Any) -> SampleBody:
 
 
 def make_sampler(engine: FakeEngine) -> Sampler:
-    return Sampler(engine, FakeTokenizer(), [50], context=100, max_adapters=2)
+    return Sampler(engine, [50], context=100, max_adapters=2)
 
 
 async def test_samples_keep_versions_and_end_after_a_stop_text() -> None:
-    """The engine stops there; what it sampled beyond is cut."""
     engine = FakeEngine()
     stop = {"stop": ["3><4"], "max_tokens": 60}
     answer = await make_sampler(engine).sample(body(num_samples=2, sampling=stop), "r", "", None)
-    assert engine.num_sampled == 5
     assert answer.prompt_logprobs is None
     assert [(each.tokens, each.versions, each.stop_reason) for each in answer.sequences] == [
         ((1, 2, 3, 4), [7, 7, 8, 8], "stop")
     ] * 2
-    assert engine.requests[0].sampling.stop_token_ids == (50,)
+    sampling = engine.requests[0].sampling
+    assert (sampling.stop_token_ids, sampling.stop_strings) == ((50,), ("3><4",))
     assert [each.request_id for each in engine.requests] == ["r:0", "r:1"]
 
 
@@ -231,14 +228,17 @@ async def test_a_prompt_that_is_no_text_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stop", "token_ids", "end"),
-    [(None, (50,), None), ([], (), None), ([4, 5], (4, 5), None), ("<2>", (50,), 2), (["x", "<9>"], (50,), None)],
+    ("stop", "expected"),
+    [
+        (None, ((50,), ())),
+        ([], ((), ())),
+        ([4, 5], ((4, 5), ())),
+        ("<2>", ((50,), ("<2>",))),
+        (["x", "", "<9>"], ((50,), ("x", "<9>"))),
+    ],
 )
-def test_stops_are_those_of_the_sdk(stop: Any, token_ids: tuple[int, ...], end: int | None) -> None:
-    rules = StopRules(FakeTokenizer(), [50], stop)
-    assert rules.token_ids == token_ids
-    assert rules.find_end([1, 2, 3]) == end
-    assert rules.is_end([1, 2]) == (end == 2)
+def test_stops_are_those_of_the_sdk(stop: Any, expected: tuple[tuple[int, ...], tuple[str, ...]]) -> None:
+    assert read_stops(stop, [50]) == expected
 
 
 async def _answer() -> Result:

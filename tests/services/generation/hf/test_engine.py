@@ -1,6 +1,7 @@
 """The engine by transformers: its logprobs are those of a plain forward, whatever it batches, reuses and exchanges."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from offbeat.services.generation.config import EngineModelArgs
 from offbeat.services.generation.hf import scheduler
 from offbeat.services.generation.hf.engine import HfEngine
 from offbeat.services.generation.kv_cache import bytes_per_token
+from offbeat.services.generation.stops import load_decoder
 from offbeat.services.generation.tenancy import read_architecture
-from offbeat.services.messages.types import FinishReason, GenerateRequest, PromptImage, Sampling
+from offbeat.services.messages.types import FinishReason, GenerateRequest, PromptImage, Sampling, VersionSpan
 from tests.integration.policy_weights import mismatch, save_weights, write_policy
 from tests.services.generation.hf.policies import (
     CONTEXT,
@@ -99,6 +101,28 @@ async def test_a_stop_token_is_kept_and_ends_the_answer(start: Start) -> None:
     assert completion.token_ids[-1] in (3, 9)
     assert not {3, 9} & set(completion.token_ids[:-1])
     assert len(completion.logprobs) == len(completion.token_ids)
+
+
+async def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(start: Start) -> None:
+    """Also where it begins in tokens that another engine sampled; a stop token counts beside it."""
+    policies = await start()
+    await policies.load(0)
+    decode = load_decoder(policies.folder)
+    for text, num_answered in (("1 w", 0), ("4", 0), ("3 w", 1)):
+        request = policies.request(PROMPT, max_new_tokens=380, stop_strings=(text, "never"))
+        request = replace(request, num_answered=num_answered)
+        completion = await policies.generate(request)
+        assert mismatch(policies.models[0], request, completion).max() < FLOAT_NOISE
+        assert completion.finish_reason is FinishReason.STOP
+        answer = [*request.prompt[len(request.prompt) - num_answered :], *completion.token_ids]
+        assert text in decode(answer)
+        assert text not in decode(answer[:-1])
+        assert completion.versions == (VersionSpan(0, len(completion.token_ids), policies.version),)
+    begun = policies.request((*PROMPT, 9), max_new_tokens=40, stop_strings=(" w", " <", " u", " a", " s"))
+    assert len((await policies.generate(replace(begun, num_answered=1))).token_ids) == 1, "w2, and a next word"
+    assert len((await policies.generate(begun)).token_ids) == 2
+    both = policies.request(PROMPT, max_new_tokens=380, stop_strings=("4 w1",), stop_token_ids=tuple(range(4, 32)))
+    assert len((await policies.generate(both)).token_ids) < 20
 
 
 async def test_an_answer_ends_with_the_context(start: Start) -> None:

@@ -7,6 +7,7 @@ one token: the weights' number, with the logprob -1 / (number + 1).
 import argparse
 import asyncio
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
 
 STEP_S = 0.002
 NAMES = frozenset({
@@ -40,6 +42,8 @@ class SamplingParams(Body):
     max_new_tokens: int
     stop_token_ids: list[int]
     ignore_eos: bool
+    stop: list[str] = []
+    no_stop_trim: bool = False
 
 
 class Generate(Body):
@@ -105,6 +109,8 @@ class FakeSglang:
         longest = int(self.arguments.sampling_mask_max_tokens or 4096)
         if body.return_sampling_mask and (top_k > longest or self.arguments.speculative_algorithm):
             return bad_request("return_sampling_mask is not supported")
+        if body.sampling_params.stop and self.arguments.skip_tokenizer_init:
+            return bad_request("stop is unavailable when skip_tokenizer_init=True")
         limit = self.arguments.context_length
         prompt, most = len(body.input_ids), body.sampling_params.max_new_tokens
         if prompt >= limit - 6 or prompt + most >= limit:
@@ -144,7 +150,17 @@ class FakeSglang:
             request.logprobs.append(-1 / (self.number + 1))
             if not params.ignore_eos and self.number in params.stop_token_ids:
                 return "stop"
+            if any(stop in self.decode(request.tokens) for stop in params.stop):
+                return "stop"
         return "length"
+
+    def decode(self, tokens: list[int]) -> str:
+        """As SGLang's tokenizer of a word per token would, without the first."""
+        return self.tokenizer.decode(tokens[1:], skip_special_tokens=False)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_file(str(Path(self.arguments.model_path) / "tokenizer.json"))
 
     async def pause(self, body: Pause) -> Any:
         self.may_run.clear()

@@ -18,7 +18,7 @@ from msgspec import structs
 from safetensors.torch import save_file
 
 from offbeat.services.errors import GenerationError, RetryableError
-from offbeat.services.generation.config import EngineStrategy, GenerationConfig, VllmConfig
+from offbeat.services.generation.config import EngineStrategy, GeneratingArgs, GenerationConfig, VllmConfig
 from offbeat.services.generation.replica import GenerationReplica
 from offbeat.services.generation.sglang.engine import SglangEngine
 from offbeat.services.generation.sglang.server import CONTEXT_MARGIN, server_arguments, server_environment
@@ -32,6 +32,7 @@ from offbeat.services.messages.types import (
     VersionSpan,
 )
 from offbeat.services.weights.transports.filesystem import FilesystemTransport
+from tests.integration.policy_weights import write_policy
 from tests.services.generation import generation_fakes
 from tests.services.generation.sglang import fake_server
 from tests.waiting import wait_until
@@ -110,6 +111,24 @@ async def test_an_answer_has_its_tokens_logprobs_and_version(start: Start, tmp_p
     assert (stopped.token_ids, stopped.finish_reason) == ((9,), FinishReason.STOP), "the stop token is part of it"
 
 
+@pytest.mark.parametrize("of_run", [(), ("never",)])
+async def test_an_answer_ends_with_its_stop_string(
+    start: Start, model: Path, tmp_path: Path, of_run: tuple[str, ...]
+) -> None:
+    """By a server that samples past it: it decodes nothing if the run has no stop strings, else a token too late."""
+    write_policy(model)
+    started = await start(generating_args=GeneratingArgs(stop_strings=of_run))
+    await started.engine.load(weights(tmp_path, 9), 3)
+    sampling = Sampling(max_new_tokens=400, stop_strings=("w2 w2 w",))
+    answer = await started.engine.generate(GenerateRequest("a", (4, 5), sampling), 3)
+    assert answer == Completion("a", (9,) * 3, (-0.1,) * 3, (VersionSpan(0, 3, 3),), FinishReason.STOP)
+    begun = GenerateRequest("b", (4, 9, 9), sampling, num_answered=2)
+    assert (await started.engine.generate(begun, 3)).token_ids == (9,)
+    call, _ = [each["sampling_params"] for each in await started.calls("/generate") if each["rid"] in ("a$", "b$")]
+    assert (call["stop"], call["no_stop_trim"]) == ((["w2 w2 w"], True) if of_run else ([], False))
+    assert (await started.engine.generate(request_of("c"), 3)).finish_reason is FinishReason.LENGTH
+
+
 async def test_what_is_asked_is_what_the_request_says(start: Start) -> None:
     started = await start()
     sampling = Sampling(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=2, stop_token_ids=(1, 2))
@@ -118,6 +137,7 @@ async def test_what_is_asked_is_what_the_request_says(start: Start) -> None:
     assert (call["input_ids"], call["return_logprob"], call["extra_key"]) == ([5, 6], True, "runv4")
     assert call["sampling_params"] == {
         "temperature": 0.7, "top_p": 0.9, "top_k": 5, "max_new_tokens": 2, "stop_token_ids": [1, 2], "ignore_eos": False,
+        "stop": [], "no_stop_trim": False,
     }  # fmt: skip
 
 

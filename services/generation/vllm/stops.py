@@ -1,0 +1,54 @@
+"""vLLM's schedulers with stop strings, in the engine's process, so that an answer ends with the very token that completes
+one: vLLM's own checks a step later in another process, and not the turns of a session.
+"""
+
+# pyright: basic
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+from offbeat.services.generation.stops import stop_strings_of
+
+STOP_STRINGS, NUM_ANSWERED = "offbeat_stop_strings", "offbeat_num_answered"
+"""In a request's `extra_args`."""
+
+
+class StopScheduler(Scheduler):
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        sampling: Any = request.sampling_params
+        arguments = sampling.extra_args
+        if not arguments or STOP_STRINGS not in arguments:
+            return super()._update_request_with_output(request, new_token_ids, is_stale)
+        folder = Path(self.vllm_config.model_config.model)
+        stops = stop_strings_of(folder, tuple(arguments[STOP_STRINGS]))
+        stopped = False
+        for count, token in enumerate(new_token_ids, 1):
+            _, stopped = super()._update_request_with_output(request, [token], is_stale)
+            if stops.is_end(_answer(request, arguments.get(NUM_ANSWERED, 0))):
+                request.status = RequestStatus.FINISHED_STOPPED
+                stopped = True
+            if stopped:
+                del new_token_ids[count:]
+                break
+        return new_token_ids, stopped
+
+
+class AsyncStopScheduler(AsyncScheduler, StopScheduler):
+    """`AsyncScheduler` on `StopScheduler`, by the order of the bases."""
+
+
+def make_scheduler(vllm_config: Any, **arguments: Any) -> StopScheduler:
+    """Return the scheduler that vLLM would take, with stop strings."""
+    kind = AsyncStopScheduler if vllm_config.scheduler_config.async_scheduling else StopScheduler
+    return kind(vllm_config=vllm_config, **arguments)
+
+
+def _answer(request: Request, num_answered: int) -> Any:
+    if not num_answered:
+        return request.output_token_ids
+    return request.all_token_ids[request.num_prompt_tokens - num_answered :]
