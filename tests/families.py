@@ -45,6 +45,14 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS | {"num_experts": 4, "head_dim": 16},
     "qwen3": {"head_dim": 16},
     "gemma2": {"head_dim": 16, "sliding_window": 8},
+    "vaultgemma": {"head_dim": 16, "sliding_window": 8},
+    "gpt_oss": {
+        "head_dim": 16,
+        "sliding_window": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": None,
+    },
     "gemma3_text": {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "gemma4_text": {
         "head_dim": 16,
@@ -70,6 +78,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "num_local_experts": 0,
         "shared_intermediate_size": 64,
     },
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 64},
     "bloom": {"n_layer": 2, "n_head": 2},
     "mpt": {"d_model": 64, "n_layers": 2, "n_heads": 2, "max_seq_len": 128},
     "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 8},

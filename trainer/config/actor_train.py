@@ -18,7 +18,7 @@ class ModelArgs(ConditionalConfig):
     dtype: TrainDtype = "float32"
     """Of weights and passes; optimizer states are float32. float16 scales the loss dynamically."""
     attn_implementation: AttentionName = "auto"
-    """Attention; `auto` is packed causal, padded only inside attention, and `eager` for soft caps and sinks (Gemma 2)."""
+    """Attention; `auto` is packed causal, padded only inside attention, and `eager` where logits are capped (Gemma 2)."""
     shared_prefix: Annotated[bool, OnlyWith(attn_implementation=("auto",))] = False
     """Single computation of tokens that sequences have in common from their start, with equal gradient. Llama, Mistral,
     Qwen2, Qwen3.

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from offbeat.services.generation.config import AttentionName
@@ -16,6 +17,10 @@ OWN_MASKS: Mapping[str, tuple[AttentionName, ...]] = {
     **dict.fromkeys(("gptj", "gpt_neo", "codegen"), ("eager",)),
 }
 """Attention of these families that can't be replaced, and masks packed sequences by their positions."""
+UNMASKED = ("afmoe", "biogpt", "gpt_oss", "granitemoehybrid", "opt")
+"""Families whose own masks ignore positions, so that packed sequences mix but by our attention."""
+SINKS = ("gpt_oss",)
+"""Families of `UNMASKED` that our attention does not compute."""
 RANDOM_EXPERTS = ("phimoe",)
 EXAMPLES = "such as Qwen2.5, Qwen3, Llama 3 or Mistral"
 INSTEAD = f"take a model with attention alone, {EXAMPLES}"
@@ -31,6 +36,11 @@ def packing_problem(auto: Any, folder: Path, attention: AttentionName = "auto", 
     except Exception as error:  # whatever a model's code makes of its config.json
         return f"transformers can't read its config.json: {str(error).partition(chr(10))[0]}"
     kind, name, text = _find_class(auto, config), config.model_type, config.get_text_config()
+    if method := _quantization(config) or _quantization(text):
+        return (
+            f"its weights are quantized ({method}), of which neither gradients nor versions for engines can be made: take a "
+            "bfloat16 copy of it, without quantization_config in config.json"
+        )
     if kind is None:
         return f"{auto.__name__} of transformers has no {name}: take a family that it has, {EXAMPLES}"
     if name in RANDOM_EXPERTS:
@@ -43,6 +53,12 @@ def packing_problem(auto: Any, folder: Path, attention: AttentionName = "auto", 
     if not kind._supports_attention_backend and attention not in OWN_MASKS.get(name, ()):
         instead = f"set attn_implementation to eager, or {INSTEAD}" if name in OWN_MASKS else INSTEAD
         return f"transformers can't replace the attention of {name}, so that packed sequences would mix: {instead}"
+    if name in SINKS:
+        return f"packed sequences of {name}, whose attention has sinks, would mix: {INSTEAD}"
+    if name in UNMASKED and attention != "auto":
+        return f"attn_implementation {attention} of {name} would mix packed sequences: leave it out"
+    if attention == "sdpa" and getattr(text, "attn_logit_softcapping", None) is not None:
+        return f"{name} caps attention's logits, which sdpa does not: leave attn_implementation out, or set it to eager"
     if auto is AutoModelForCausalLM and hasattr(config, "vision_config") and kind.__name__ not in _names(config):
         return f"{name} has image input, which its language model in transformers leaves out: take a text model"
     chunk = getattr(text, "attention_chunk_size", None) or 0
@@ -55,6 +71,23 @@ def packing_problem(auto: Any, folder: Path, attention: AttentionName = "auto", 
                 f"a context of at most that, not {context}"
             )
     return None
+
+
+def needs_eager_attention(model: nn.Module) -> bool:
+    """Return whether attention caps logits (Gemma 2) or has sinks (MiMo-V2-Flash), which packed attention has not."""
+    return any(
+        isinstance(getattr(module, "sinks", None), Tensor)
+        or getattr(module, "attn_logit_softcapping", None) is not None
+        for module in model.modules()
+    )
+
+
+def _quantization(config: Any) -> str | None:
+    """Return the method by which a model's weights are quantized."""
+    settings = getattr(config, "quantization_config", None)
+    if not settings:
+        return None
+    return str(settings.get("quant_method") if isinstance(settings, Mapping) else settings)
 
 
 def _find_class(auto: Any, config: Any) -> Any:

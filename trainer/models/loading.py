@@ -17,7 +17,7 @@ from offbeat.services.chat.vision import ImageProcessor, model_family
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.config.roles import CriticModelType
 from offbeat.trainer.models.attention import PACKED_ATTENTION
-from offbeat.trainer.models.limits import packing_problem
+from offbeat.trainer.models.limits import needs_eager_attention, packing_problem
 from offbeat.trainer.models.lora import add_adapters
 from offbeat.trainer.models.policy import PackedCritic, PackedPolicy
 from offbeat.trainer.models.reward_model import PackedRewardModel
@@ -130,6 +130,8 @@ def _load(auto: Any, folder: Path, args: ModelArgs, seed: int, **settings: int) 
             f"shared_prefix is not tested with {model.config.model_type!r}, only with {', '.join(PREFIX_SHARING_TYPES)}: "
             "set actor_train.model_args.shared_prefix=false"
         )
+    if args.attn_implementation == "auto" and needs_eager_attention(model):
+        model.set_attn_implementation("eager")  # which masks packed sequences by their positions
     disable_dropout(model)
     if not args.disable_gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

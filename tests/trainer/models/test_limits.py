@@ -18,7 +18,7 @@ from tests.families import pack, write_family
 
 PACKED = (
     *("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama", "mistral", "gemma", "gemma2", "gemma3_text", "gemma4_text"),
-    *("phi3", "glm", "glm4", "glm4_moe", "deepseek_v2", "deepseek_v3", "granite", "olmo2", "gpt2", "smollm3"),
+    *("phi3", "glm", "glm4", "glm4_moe", "deepseek_v2", "deepseek_v3", "granite", "olmo2", "gpt2", "smollm3", "opt"),
 )
 RECURRENT = ("lfm2", "qwen3_5_text", "qwen3_next", "granitemoehybrid", "mamba", "recurrent_gemma", "rwkv")
 OWN_ATTENTION = ("bloom", "mpt", "falcon", "gptj", "gpt_neo", "codegen", "stablelm")
@@ -47,8 +47,57 @@ def leak(policy: PackedPolicy) -> float:
 @pytest.mark.parametrize("family", PACKED)
 def test_packed_sequences_are_computed_as_alone(family: str, tmp_path: Path) -> None:
     write_family(tmp_path, family)
-    args = ModelArgs(attn_implementation="eager" if family == "gemma2" else "auto")  # it caps attention's logits
-    assert leak(load_policy(tmp_path, args, seed=0).eval()) < 1e-4
+    assert leak(load_policy(tmp_path, ModelArgs(), seed=0).eval()) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["gemma2", "vaultgemma"])
+def test_soft_caps_are_computed(family: str, tmp_path: Path) -> None:
+    """Logprobs are those of transformers, whatever attention is chosen for them."""
+    write_family(tmp_path, family)
+    policy = load_policy(tmp_path, ModelArgs(), seed=0).eval()
+    assert leak(policy) < 1e-4
+    tokens = torch.randint(3, 60, (20,), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = policy.model(tokens[None]).logits[0].log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
+        torch.testing.assert_close(policy(pack([tokens])).logprobs, expected, rtol=1e-4, atol=1e-4)
+    policy.train()(pack([tokens])).logprobs.sum().backward()
+
+
+@pytest.mark.parametrize(("family", "attention"), [("gpt_oss", "auto"), ("gpt_oss", "eager"), ("opt", "eager")])
+def test_masks_that_ignore_positions_are_refused(
+    family: str, attention: AttentionName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers' own masks of these families let packed sequences see each other."""
+    write_family(tmp_path, family)
+    assert family in str(packing_problem(AutoModelForCausalLM, tmp_path, attention))
+    monkeypatch.setattr(loading, "packing_problem", lambda *_: None)
+    args = ModelArgs(attn_implementation=attention)
+    assert leak(load_policy(tmp_path, args, seed=0).eval()) > 1e-3
+
+
+def test_attention_that_ignores_soft_caps_is_refused(tmp_path: Path) -> None:
+    write_family(tmp_path, "gemma2")
+    assert "leave attn_implementation out" in str(packing_problem(AutoModelForCausalLM, tmp_path, "sdpa"))
+    assert packing_problem(AutoModelForCausalLM, tmp_path, "eager") is None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        {"quant_method": "awq", "bits": 4},
+        {"quant_method": "mxfp4"},
+    ],
+)
+@pytest.mark.parametrize("auto", [AutoModelForCausalLM, AutoModel, AutoModelForSequenceClassification])
+def test_quantized_weights_are_refused(settings: dict[str, Any], auto: Any, tmp_path: Path) -> None:
+    """Policies, critics, reward models; the learner would train the codes without their scales."""
+    write_family(tmp_path, "qwen3")
+    assert packing_problem(auto, tmp_path) is None
+    write_family(tmp_path, "qwen3", quantization_config=settings)
+    assert f"quantized ({settings['quant_method']})" in str(packing_problem(auto, tmp_path))
+    with pytest.raises(ValueError, match="take a bfloat16 copy"):
+        load_policy(tmp_path, ModelArgs(), seed=0)
 
 
 @pytest.mark.parametrize(
