@@ -44,7 +44,7 @@ _TEXT = re.compile(r"\\(?:text\w*|math(?:rm|it|bf|sf|tt)|mbox|operatorname)\s*\{
 _ADJACENT_NUMBERS = re.compile(r"\d(?:\s|~|\\[ ,;:!]|\\q?quad(?![a-zA-Z]))+\d")
 _BASE = re.compile(r"\d\s*_\s*\{?\s*(\w*)")
 _NAME = re.compile(r"(?:[a-zA-Z]|\\[a-zA-Z]++|[_^]\d|[_^]\{[^{}]*\}|\([^()]*\)|[|'{}+\-*\s]|\\[ ,;:!|])++")
-_EXPONENT = re.compile(r"(?:\^|\*\*)\s*[({]*\s*[+-]?\s*(\d+)")
+_EXPONENT = re.compile(r"(?:\^|\*\*)\s*+[({]*+\s*+[+-]?\s*+(\d++)")
 _NUMERIC_TOWER = re.compile(r"(?:\^|\*\*)[({\s]*[\d.]+[\s)]*(?:\^|\*\*)")
 _FACTORIAL = re.compile(r"(?:\d{5,}|[)}\]!])\s*!")
 

@@ -20,7 +20,7 @@ ABBREVIATIONS = frozenset(
 )
 CONSTRAINED_RESPONSES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 MAX_DETECTED_CHARS = 10_000
-_SENTENCE_END = re.compile(r"[.!?]+[\"')\]”’]*(?=\s|$)")
+_SENTENCE_END = re.compile(r"(?<![.!?])[.!?]++[\"')\]”’]*+(?=\s|$)")
 _WORD = re.compile(r"\w+")
 _WORD_WITH_MARKS = re.compile(r"[\w'’-]+")
 

@@ -15,6 +15,7 @@ import pytest
 
 from offbeat.envs import registry
 from offbeat.envs.dataset import math_checker
+from offbeat.envs.dataset.final_answer import candidates
 from offbeat.envs.dataset.math_checker import MathChecker
 
 MEETING = Path(__file__).parents[1] / "isolation" / "meeting.py"
@@ -245,6 +246,14 @@ def test_an_expensive_answer_takes_bounded_cpu_time(answer: str, tmp_path: Path)
     assert judge("math", "12", rf"\boxed{{{answer}}}", tmp_path) == 0.0
     assert _cpu_s() - before < math_checker.CPU_S + 2
     assert judge("math", "12", r"\boxed{6 \cdot 2}", tmp_path) == 1.0
+
+
+@pytest.mark.parametrize("operator", ["^", "**"])
+def test_rules_of_texts_are_linear_in_spaces(operator: str):
+    """They run in the worker, which no limit of CPU time ends."""
+    before = time.thread_time()
+    assert candidates(f"3{operator}{' ' * 980}x", "12") == [f"3{operator}{' ' * 980}x"]
+    assert time.thread_time() - before < 0.2
 
 
 @pytest.mark.parametrize("answer", ["9^{9^{9}}", "(10^{10})!", "7^{10^{12}}"])
