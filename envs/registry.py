@@ -11,6 +11,8 @@ An env is a `gymnasium.Env` with these conventions:
   `min`, `max`, `first` or `last`.
 - Optional `config_class`: pydantic model of `env_config`, the constructor's only argument (if frozen, shared by a
   tag's envs); otherwise `env_config` becomes keyword arguments.
+- Optional `info["reward_row"]` of `reset` and `step`: a mapping of plain values that a run's `rewards` get as the row;
+  `ground_truth` in it is the right answer.
 - Optional setting `split`: `"held_out"` in evaluation; its tasks never occur in training.
 - Optional `task_id(seed)`: equal for equal tasks; evaluation runs each once.
 - Optional `random_answer(rng)`: plausible answer, for random agents and the contract check.
@@ -39,6 +41,8 @@ from offbeat.envs.class_path import load_object
 from offbeat.envs.model_path import resolve_location
 
 ENTRY_POINT_GROUP = "offbeat.envs"
+REWARD_ROW, GROUND_TRUTH = "reward_row", "ground_truth"
+"""In an env's info, and in that."""
 
 BUILT_IN = {
     "frozen_lake": "offbeat.envs.frozen_lake:FrozenLakeEnv",

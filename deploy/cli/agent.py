@@ -48,9 +48,10 @@ def check(
     if not _is_agent(target):
         refuse_unread(context, f"{target} configures its envs and agents: leave it out", "env", "python")
     found = False
-    agents, has_images = _agents(target, settings, env, python)
+    agents, has_images, scored = _agents(target, settings, env, python)
     for tag, rules in agents.items():
-        report = asyncio.run(check_agent(tag, rules, num_episodes=episodes, limit_s=limit_s, has_images=has_images))
+        scope: dict[str, Any] = {"has_images": has_images, "is_scored": tag in scored}
+        report = asyncio.run(check_agent(tag, rules, num_episodes=episodes, limit_s=limit_s, **scope))
         for finding in report.findings:
             colour = typer.colors.RED if finding.severity == "problem" else typer.colors.YELLOW
             typer.secho(f"{finding.severity:8}", fg=colour, nl=False)
@@ -81,19 +82,23 @@ def _is_agent(target: str) -> bool:
     return ":" in target and not target.endswith((".yaml", ".yml"))
 
 
-def _agents(target: str, settings: list[str] | None, env: str, python: str) -> tuple[dict[str, Any], bool]:
-    """Return agents by tag, and whether the policy takes images."""
+def _agents(target: str, settings: list[str] | None, env: str, python: str) -> tuple[dict[str, Any], bool, set[str]]:
+    """Return agents by tag, whether the policy takes images, and the tags that rewards score."""
     from pydantic import ValidationError
 
     from offbeat.deploy.config.errors import ConfigError
-    from offbeat.deploy.play.agent_check import takes_images
+    from offbeat.deploy.play.agent_check import scored_tags, takes_images
     from offbeat.deploy.play.target import load_config
     from offbeat.services.rollout.config import AgentRunner, CustomEnv
 
     try:
         if _is_agent(target):
             runner = AgentRunner(path=target, python=python)
-            return {target: CustomEnv(env_type=env, env_config=parse_settings(settings), agent_runner=runner)}, True
+            return (
+                {target: CustomEnv(env_type=env, env_config=parse_settings(settings), agent_runner=runner)},
+                True,
+                set(),
+            )
         config = load_config(Path(target), settings or [])
     except (ConfigError, ValidationError) as error:
         typer.echo(f"{target}: {error}", err=True)
@@ -102,4 +107,4 @@ def _agents(target: str, settings: list[str] | None, env: str, python: str) -> t
     if not agents:
         typer.echo(f"{target} has no agent_runner", err=True)
         raise typer.Exit(EXIT_USAGE)
-    return agents, takes_images(config)
+    return agents, takes_images(config), scored_tags(config)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, cast
 
 from offbeat.deploy.config import hub
 from offbeat.deploy.config.checks.agents import check_agent as check_settings
@@ -16,6 +16,8 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.play.agents import TextSampler, load_chat
 from offbeat.deploy.play.target import PlayTarget, remove_token_limits
 from offbeat.envs.contract import Finding
+from offbeat.envs.dataset.files import open_rows
+from offbeat.envs.dataset.prompt import PromptConfig, RowPrompt, read_prompt
 from offbeat.envs.registry import check_env_config
 from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.errors import EpisodeError
@@ -23,7 +25,8 @@ from offbeat.services.messages.types import Completion, EpisodeKind, EpisodeTask
 from offbeat.services.rollout.agents.episode import AgentRuntime, play_with_agent
 from offbeat.services.rollout.agents.pool import AgentOutcome, AgentPool
 from offbeat.services.rollout.agents.task import AgentTask
-from offbeat.services.rollout.config import AgentRunner, CustomEnv
+from offbeat.services.rollout.config import PROMPT_ENV, TOOL_ENV, AgentRunner, CustomEnv
+from offbeat.services.rollout.data.images import read_images
 from offbeat.services.rollout.envs.process_env import ProcessEnv
 from offbeat.services.rollout.envs.runners import Opening, StepResult
 from offbeat.services.rollout.envs.trial import trial_spec
@@ -45,6 +48,10 @@ REMEDIES = {
 PRINTED_NUMBER = (
     "the last line that it printed is a number, and so the reward: a number that is the answer must be printed as JSON "
     'text ("42") or {"answer": ...}'
+)
+NO_REWARD = (
+    "it returned None and did not step the env, so that its reward is always 0: return the reward or an answer, or step the "
+    "env by task.step"
 )
 CERTAIN = frozenset(
     ("agent_silent", "agent_error", "agent_crashed", "path", "command", "python", "episodes_per_process")
@@ -86,10 +93,12 @@ async def check_agent(
     limit_s: float | None = None,
     seed: int = 0,
     has_images: bool = True,
+    is_scored: bool = False,
 ) -> AgentReport:
     """Run episodes of an agent with the real gateway and env, and random answers, up to the first problem.
 
-    limit_s: per episode, at most the runner's. has_images: whether the policy has image input.
+    limit_s: per episode, at most the runner's. has_images: whether the policy has image input. is_scored: whether a
+    run's rewards score the episodes.
     """
     report, runner = AgentReport(), env.agent_runner
     assert runner is not None, "a tag with an agent is needed"
@@ -102,7 +111,7 @@ async def check_agent(
     timeout_s = runner.timeout_s if limit_s is None else min(limit_s, runner.timeout_s)
     runner = runner.model_copy(update={"timeout_s": timeout_s, "tool_call_parser": None})
     rules = env.model_copy(update={"on_agent_error": None, "on_env_error": None})
-    check = _AgentCheck(tag, rules, runner, report, load_chat(None, has_images=has_images))
+    check = _AgentCheck(tag, rules, runner, report, load_chat(None, has_images=has_images), is_scored=is_scored)
     try:
         for number in range(num_episodes):
             await check.run(seed + number)
@@ -118,6 +127,11 @@ def takes_images(config: RunConfig) -> bool:
     return has_vision(config) or hub.is_hub_id(config.pretrain)
 
 
+def scored_tags(config: RunConfig) -> set[str]:
+    """Return the tags whose episodes rewards score."""
+    return set() if config.scoring is None else {tag for tag in config.custom_envs if config.scoring.of_tag(tag)}
+
+
 def try_agents(config: RunConfig) -> list[ConfigIssue]:
     """Run an episode of each agent; return failures independent of the policy, log others."""
     agents = {tag: env for tag, env in config.custom_envs.items() if env.agent_runner}
@@ -125,7 +139,7 @@ def try_agents(config: RunConfig) -> list[ConfigIssue]:
         return []
     # The caller's thread may run an event loop.
     with ThreadPoolExecutor(1) as thread:
-        reports = thread.submit(asyncio.run, _try_all(agents, config.seed, has_images=takes_images(config))).result()
+        reports = thread.submit(asyncio.run, _try_all(config, agents, has_images=takes_images(config))).result()
     issues: list[ConfigIssue] = []
     for tag, report in reports.items():
         for finding in report.findings:
@@ -136,9 +150,18 @@ def try_agents(config: RunConfig) -> list[ConfigIssue]:
     return issues
 
 
-async def _try_all(agents: Mapping[str, CustomEnv], seed: int, *, has_images: bool) -> dict[str, AgentReport]:
+async def _try_all(config: RunConfig, agents: Mapping[str, CustomEnv], *, has_images: bool) -> dict[str, AgentReport]:
+    scored = scored_tags(config)
     checks = (
-        check_agent(tag, env, num_episodes=1, limit_s=TRIAL_S, seed=seed, has_images=has_images)
+        check_agent(
+            tag,
+            env,
+            num_episodes=1,
+            limit_s=TRIAL_S,
+            seed=config.seed,
+            has_images=has_images,
+            is_scored=tag in scored,
+        )
         for tag, env in agents.items()
     )
     return dict(zip(agents, await asyncio.gather(*checks), strict=True))
@@ -182,7 +205,17 @@ class _CountingEnv:
 
 
 class _AgentCheck:
-    def __init__(self, tag: str, env: CustomEnv, runner: AgentRunner, report: AgentReport, chat: ChatFormat) -> None:
+    def __init__(
+        self,
+        tag: str,
+        env: CustomEnv,
+        runner: AgentRunner,
+        report: AgentReport,
+        chat: ChatFormat,
+        *,
+        is_scored: bool,
+    ) -> None:
+        self._is_scored = is_scored
         self._target = remove_token_limits(PlayTarget(tag, env, 0))
         self._runner, self._report = runner, report
         self._chat = chat
@@ -204,14 +237,19 @@ class _AgentCheck:
 
             sampling = Sampling(max_new_tokens=target.max_new_tokens, stop_token_ids=self._chat.stop_ids)
             episode = EpisodeTask(EpisodeKind.EVAL, "check", seed, 0, 0, 0)
-            plan = EpisodePlan(episode, target.tag, seed, rules, target.sequence_length, sampling, False, "check")
+            row = await asyncio.to_thread(_read_row, rules, seed)
+            plan = EpisodePlan(
+                episode, target.tag, seed, rules, target.sequence_length, sampling, False, "check", prompt=row
+            )
             playable: PlayableEnv = env
             played = await play_with_agent(plan, self._runner, playable, traits, answer, self._runtime)
         except EpisodeError as error:
             self._explain(error, report.num_calls - before)
         else:
             report.rewards.append(played.reward)
-            for severity, rule, message in _read_trajectory(played, self._pool.outcome, env.num_steps):
+            if not self._is_scored and _has_no_reward(self._pool.outcome, env.num_steps):
+                report.add("problem", "reward", NO_REWARD)
+            for severity, rule, message in _read_trajectory(played):
                 report.add(severity, rule, message)
             if rules.env_type in ANSWER_ENVS and self._runner.command and _is_number(self._pool.outcome):
                 report.add("advice", "reward", PRINTED_NUMBER)
@@ -239,6 +277,10 @@ class _AgentCheck:
         self._report.add("problem", error.reason, f"{what}; {remedy}{trace}")
 
 
+def _has_no_reward(outcome: AgentOutcome | None, num_steps: int) -> bool:
+    return outcome is not None and outcome.reward is None and outcome.answer is None and not num_steps
+
+
 def _is_number(outcome: AgentOutcome | None) -> bool:
     return outcome is not None and outcome == AgentOutcome(reward=outcome.reward) != AgentOutcome()
 
@@ -246,14 +288,23 @@ def _is_number(outcome: AgentOutcome | None) -> bool:
 Findings = Iterator[tuple[Literal["problem", "advice"], str, str]]
 
 
-def _read_trajectory(played: Trajectory, outcome: AgentOutcome | None, num_steps: int) -> Findings:
-    if outcome is not None and outcome.reward is None and outcome.answer is None and not num_steps:
-        yield (
-            "problem",
-            "reward",
-            "it returned None and did not step the env, so that its reward is always 0: return the reward or an answer, or "
-            "step the env by task.step",
-        )
+def _read_row(env: CustomEnv, seed: int) -> RowPrompt | None:
+    """Return the row that an env of type `prompt` shows, also within `tools`; None for other envs."""
+    settings: Mapping[str, Any] = env.env_config
+    env_type: Any = env.env_type
+    while env_type == TOOL_ENV:
+        env_type, settings = settings.get("env_type"), cast(Mapping[str, Any], settings.get("env_config") or {})
+    if env_type != PROMPT_ENV:
+        return None
+    config = PromptConfig.model_validate(settings, strict=False)
+    rows = open_rows(config.dataset_name)
+    row = rows[seed % len(rows)]
+    prompt = read_prompt(row, config.messages_key, config.prompt_key, config.images_key)
+    images = read_images(row.get(config.images_key), rows.folder) if prompt.num_images else ()
+    return prompt._replace(images=images)
+
+
+def _read_trajectory(played: Trajectory) -> Findings:
     metrics = played.metrics
     if metrics.get("branches", 1.0) > 1.0:
         yield (

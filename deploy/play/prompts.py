@@ -1,22 +1,21 @@
-"""Answers to a dataset's rows without a mesh (`pipeline: rlvr`)."""
+"""A run's rows and rewards without a mesh."""
 
 from dataclasses import dataclass
 
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.chat.append_only import ChatFormat
-from offbeat.services.messages.types import EpisodeKind, Trajectory
+from offbeat.services.messages.types import EpisodeKind
 from offbeat.services.reward.factory import make_scorer
 from offbeat.services.rollout.data.prompts import PromptSource
-from offbeat.services.rollout.rewards import EpisodeRewards
+from offbeat.services.rollout.rewards import DatasetColumns, EpisodeRewards
 from offbeat.services.rollout.tasks import Task
 
 
 @dataclass(frozen=True, slots=True)
 class AnsweredRows:
-    """Rows of a run and their rewards, computed in this process."""
+    """Rows of `pipeline: rlvr`."""
 
     prompts: PromptSource
-    rewards: EpisodeRewards | None
 
     def task(self, kind: EpisodeKind, number: int, group_size: int) -> Task:
         """Return an episode's task; raises ValueError without validation rows."""
@@ -26,22 +25,19 @@ class AnsweredRows:
             raise ValueError("data.val_dataset_name: there are no validation rows: set it, or take --split train")
         return self.prompts.eval_task(number // group_size, greedy=True)
 
-    async def score(self, trajectory: Trajectory, kind: EpisodeKind) -> Trajectory:
-        """Raises RewardError."""
-        return trajectory if self.rewards is None else await self.rewards.add(trajectory, kind)
 
-    async def close(self) -> None:
-        if self.rewards is not None:
-            await self.rewards.close()
-
-
-def open_answered(config: RunConfig, seed: int, chat: ChatFormat) -> AnsweredRows | None:
-    """Open a run's rows, on an event loop; None for envs. Raises ValueError."""
+def open_answered(config: RunConfig, seed: int) -> AnsweredRows | None:
+    """Open a run's rows; None for envs. Raises ValueError."""
     if not config.plays_prompts or config.data is None:
         return None
     train, val = (each.tags_of(config.custom_envs) for each in (config.train_env_manager, config.val_env_manager))
-    prompts = PromptSource(config.data, train, val, seed=seed)
+    return AnsweredRows(PromptSource(config.data, train, val, seed=seed))
+
+
+def open_rewards(config: RunConfig, rows: AnsweredRows | None, chat: ChatFormat) -> EpisodeRewards | None:
+    """Build a run's rewards in this process, on an event loop; None without any. Raises ValueError."""
     scoring = config.scoring
     if scoring is None:
-        return AnsweredRows(prompts, None)
-    return AnsweredRows(prompts, EpisodeRewards(scoring, config.data, prompts, make_scorer(scoring, local=True), chat))
+        return None
+    columns = None if rows is None or config.data is None else DatasetColumns(config.data, rows.prompts)
+    return EpisodeRewards(scoring, make_scorer(scoring, local=True), chat, columns)

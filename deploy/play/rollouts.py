@@ -10,7 +10,7 @@ from typing import Any
 
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.play.agents import TextSampler, make_random_agent
-from offbeat.deploy.play.prompts import AnsweredRows, open_answered
+from offbeat.deploy.play.prompts import AnsweredRows, open_answered, open_rewards
 from offbeat.deploy.play.target import build_target, remove_token_limits
 from offbeat.envs import registry
 from offbeat.services.chat.append_only import ChatFormat
@@ -40,6 +40,7 @@ from offbeat.services.rollout.episodes.episode import (
     Sample,
     play,
 )
+from offbeat.services.rollout.episodes.transcript import Transcript
 from offbeat.services.rollout.tasks import EvalTasks, Task, train_task
 
 Progress = Callable[[int, int], None]
@@ -136,15 +137,19 @@ async def run_episodes(
     """sample: None for random answers. runtime: for external agents."""
     result = EpisodeResult()
     pool = EnvPool(config.custom_envs, min(request.concurrency, 32))
-    rows = open_answered(config, request.seed, chat)
+    rows = open_answered(config, request.seed)
+    rewards = open_rewards(config, rows, chat)
     remaining = enumerate(build_tasks(config, request, rows))
 
     async def play_remaining() -> None:
         for number, task in remaining:
             await asyncio.sleep(0)  # random answers wait for nothing: let the loop handle an interrupt
             try:
-                played = await _play(config, request, number, task, chat, sample, pool, runtime, rows)
-                result.trajectories.append(played if rows is None else await rows.score(played, request.kind))
+                transcript = None if rewards is None else rewards.begin(task.tag)
+                played = await _play(config, request, number, task, chat, sample, pool, runtime, rows, transcript)
+                if rewards is not None and transcript is not None:
+                    played = await rewards.add(played, request.kind, transcript)
+                result.trajectories.append(played)
             except EpisodeError as error:
                 result.add_failure(error)
             progress(len(result.trajectories) + result.failures.total(), request.episodes)
@@ -155,8 +160,8 @@ async def run_episodes(
                 group.create_task(play_remaining())
     finally:
         await pool.close()
-        if rows is not None:
-            await rows.close()
+        if rewards is not None:
+            await rewards.close()
         if runtime is not None:
             await runtime.close()
     result.trajectories.sort(key=lambda trajectory: (int(trajectory.group_id), trajectory.index))
@@ -173,6 +178,7 @@ async def _play(
     pool: EnvPool,
     runtime: AgentRuntime | None,
     rows: AnsweredRows | None,
+    transcript: Transcript | None,
 ) -> Trajectory:
     target = build_target(config, task.tag, request.kind)
     if sample is None:
@@ -191,6 +197,7 @@ async def _play(
         "rollout",
         prompt=None if rows is None else await rows.prompts.read(request.kind, task.seed),
         prompt_length=None if config.data is None else config.data.prompt_length,
+        transcript=transcript,
     )
 
     async def run(env: PlayableEnv, traits: EnvTraits, answers: Sample) -> Trajectory:

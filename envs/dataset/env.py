@@ -19,8 +19,11 @@ from pydantic import Field, field_validator
 from offbeat.envs.config import Config
 from offbeat.envs.dataset.rows import Row, Rows, load_rows
 from offbeat.envs.parsing import compile_pattern
+from offbeat.envs.registry import GROUND_TRUTH, REWARD_ROW
 
 MAX_CHARS = 1_000_000
+PLAIN = (str, int, float, list, dict)
+"""Values of columns that rewards can take."""
 CHARSET = "".join(map(chr, (9, 10, 13, *range(32, 0xD800))))
 
 
@@ -95,7 +98,12 @@ class QuestionEnv(gymnasium.Env[str, str], Generic[C]):
         super().reset(seed=seed, options=options)
         index = self._index(seed, self.np_random)
         self._row = self._rows[index]
-        return self._question(), {}
+        return self._question(), {REWARD_ROW: self._reward_row(self._row)}
+
+    def _reward_row(self, row: Row) -> dict[str, Any]:
+        """Return the columns that rewards can take."""
+        columns = {key: value for key, value in row.items() if value is None or isinstance(value, PLAIN)}
+        return {**columns, GROUND_TRUTH: row[self.config.answer_key]}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         judgement = self.judge(self.row, action)

@@ -37,11 +37,13 @@ class RowPrompt(NamedTuple):
         """Return the conversation in OpenAI's form, images as data URLs."""
         head: list[dict[str, Any]] = [] if self.system is None else [{"role": "system", "content": self.system}]
         roles, images = ("user", "assistant"), iter(self.images)
-        return head + [{"role": roles[i % 2], "content": _content(text, images)} for i, text in enumerate(self.turns)]
+        return head + [
+            {"role": roles[i % 2], "content": message_content(text, images)} for i, text in enumerate(self.turns)
+        ]
 
 
-def _content(text: str, images: Iterator[bytes]) -> str | list[dict[str, Any]]:
-    """Return a text, or its parts if it has image placeholders."""
+def message_content(text: str, images: Iterator[bytes]) -> str | list[dict[str, Any]]:
+    """Return a text, or its parts in OpenAI's form if it has image placeholders. images: PNG of each."""
     first, *others = text.split(ROW_IMAGE)
     if not others:
         return text

@@ -128,6 +128,26 @@ class EpisodeSession:
         self._num_requested = 0
         self._extra_ids: set[int] = set()
         """Sampled ids beyond the tokenizer's, of a model with more rows."""
+        self._undelivered: dict[int, tuple[ChatMessage, ...]] = {}
+        """Messages of calls, by answer."""
+        self._last: tuple[int, tuple[ChatMessage, ...]] | None = None
+        """Newest delivered answer, and the messages of its call."""
+
+    @property
+    def is_chat(self) -> bool:
+        """Return whether the newest delivered answer is one to messages."""
+        return self._last is not None and self.tree.nodes[self._last[0]].prompt.is_chat
+
+    @property
+    def conversation(self) -> tuple[ChatMessage, ...]:
+        """Return the messages up to the newest delivered answer, a text or tokens as the user's; empty without one."""
+        if self._last is None:
+            return ()
+        number, messages = self._last
+        node = self.tree.nodes[number]
+        if not node.prompt.is_chat:
+            messages = (ChatMessage("user", node.prompt.text or self.template.text_of(node.prompt.tokens)),)
+        return (*messages, node.message)
 
     async def answer(self, request: ModelRequest) -> list[ModelReply]:
         """Sample and record `num_answers` answers, undelivered.
@@ -163,7 +183,9 @@ class EpisodeSession:
         finally:
             for task in tasks:
                 task.cancel()
-        return [self._record(prompt, completion, request) for completion in completions]
+        replies = [self._record(prompt, completion, request) for completion in completions]
+        self._undelivered.update((reply.node, messages) for reply in replies)
+        return replies
 
     async def count_tokens(self, request: ModelRequest) -> int:
         """Return the length of a call's prompt; raises as `answer`."""
@@ -175,6 +197,9 @@ class EpisodeSession:
         if not self.closed:
             for reply in replies:
                 self.tree.nodes[reply.node].delivered = True
+                messages = self._undelivered.pop(reply.node, ())
+                if self._last is None or reply.node > self._last[0]:
+                    self._last = reply.node, messages
 
     def fail(self, error: Exception) -> None:
         self.failure = self.failure or error

@@ -73,10 +73,15 @@ class RewardsConfig(Config):
 
     def check_tags(self, tags: Iterable[str]) -> None:
         """Raise ValueError unless every tag has a reward and every reward's tag exists."""
-        known = set(tags)
-        for tag in sorted(known):
+        known = sorted({*tags})
+        for tag in known:
             if not self.of_tag(tag):
                 raise ValueError(f"no reward scores tag {tag!r}: name it in `tags` of one, or leave `tags` out")
+        self.check_named_tags(known)
+
+    def check_named_tags(self, tags: Iterable[str]) -> None:
+        """Raise ValueError unless every reward's tag exists."""
+        known = {*tags}
         for reward in self.rewards:
             if unknown := [tag for tag in reward.tags if tag not in known]:
                 raise ValueError(

@@ -11,16 +11,18 @@ from offbeat.services.reward.errors import Failure, RewardError
 
 @dataclass(frozen=True, slots=True)
 class RewardSample:
-    """A finished response."""
+    """A finished response, or episode."""
 
     prompt: Sequence[Mapping[str, Any]]
-    """Before the response."""
+    """Before the response, in OpenAI's form; of an episode with its earlier observations and answers."""
     response: str
+    """The last answer."""
     num_response_tokens: int = 0
     ground_truth: Any = None
+    """None if the row, or an env's `reward_row`, has none."""
     tag: str = ""
     row: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """The dataset's remaining columns."""
+    """The remaining columns of the dataset, or of an env's `reward_row`."""
 
 
 def encode_sample(sample: RewardSample) -> bytes:

@@ -21,6 +21,7 @@ from offbeat.services.rollout.envs.pool import EnvPool, LeasedEnv
 from offbeat.services.rollout.episodes.episode import EpisodePlan, play
 from offbeat.services.rollout.episodes.instrumented import InstrumentedEpisode
 from offbeat.services.rollout.episodes.sampler import EpisodeSampler, build_samplings
+from offbeat.services.rollout.episodes.transcript import Transcript
 from offbeat.services.rollout.episodes.turn_batcher import TurnBatcher
 from offbeat.services.rollout.metrics import WorkerMetrics
 from offbeat.services.rollout.task_assigner import TaskAssigner
@@ -43,9 +44,8 @@ class EpisodePlayer:
         clock: AwakeClock,
         data: DataSource | None,
         prompts: PromptSource | None,
-        has_rewards: bool,
     ) -> None:
-        """chat: None if nothing is sampled. clock: of `generation`. has_rewards: whether rewards read episodes' texts."""
+        """chat: None if nothing is sampled. clock: of `generation`."""
         self._settings = settings
         self._worker_id = worker_id
         self._reporter = reporter
@@ -53,7 +53,6 @@ class EpisodePlayer:
         self._clock = clock
         self._data = data
         self._prompts = prompts
-        self._has_rewards = has_rewards
         rollout = settings.rollout
         self._batcher = TurnBatcher(
             generation, rollout.coalesce_s, settings.request_timeout_s, clock, rollout.max_turns_per_call
@@ -98,14 +97,16 @@ class EpisodePlayer:
         if self._prompts is not None:
             if task.kind is EpisodeKind.EVAL:
                 return self._prompts.eval_task(task.number, greedy=greedy)
-            return self._prompts.train_task(task.number)
+            return await asyncio.to_thread(self._prompts.train_task, task.number)  # computes orders of rows
         if task.kind is EpisodeKind.EVAL:
             return await self._eval_tasks.find(task.number, self.envs.find_seeds, greedy=greedy)
         return await self._train_tasks.task(task.number)
 
-    async def make_trajectory(self, task: EpisodeTask, env_task: Task, waiting: Waiting) -> Trajectory:
-        """Read or play an episode; raises EpisodeError."""
-        return await (self._read(task) if self.is_row(task) else self._play(task, env_task, waiting))
+    async def make_trajectory(
+        self, task: EpisodeTask, env_task: Task, waiting: Waiting, transcript: Transcript | None = None
+    ) -> Trajectory:
+        """Read or play an episode; raises EpisodeError. transcript: to be filled by one that is played."""
+        return await (self._read(task) if self.is_row(task) else self._play(task, env_task, waiting, transcript))
 
     async def _read(self, task: EpisodeTask) -> Trajectory:
         assert self._data is not None, "a row"
@@ -151,31 +152,37 @@ class EpisodePlayer:
             group=task.group_id,
         )
 
-    async def _play(self, task: EpisodeTask, env_task: Task, waiting: Waiting) -> Trajectory:
+    async def _play(
+        self, task: EpisodeTask, env_task: Task, waiting: Waiting, transcript: Transcript | None
+    ) -> Trajectory:
         rules = self._settings.custom_envs[env_task.tag]
         async with agent_slot(self._agents, env_task.tag, rules):
             limit = asyncio.timeout(None)
             try:
                 async with limit:
                     with self._clock.limited(limit, rules.episode_timeout_s):
-                        return await self._play_once(task, env_task, waiting)
+                        return await self._play_once(task, env_task, waiting, transcript)
             except TimeoutError:
                 if limit.expired():
                     raise EpisodeError("episode_timeout", f"not over in {rules.episode_timeout_s:g} s") from None
                 raise
 
-    async def _play_once(self, task: EpisodeTask, env_task: Task, waiting: Waiting) -> Trajectory:
+    async def _play_once(
+        self, task: EpisodeTask, env_task: Task, waiting: Waiting, transcript: Transcript | None
+    ) -> Trajectory:
         leased = await self.envs.take(env_task.tag, task.kind)
         finished = False
         try:
-            trajectory = await self._play_in(leased, task, env_task, waiting)
+            trajectory = await self._play_in(leased, task, env_task, waiting, transcript)
             finished = True
         finally:
             if not (finished and self.envs.keep(leased)):  # the env may be in any state
                 await asyncio.shield(leased.runner.close())
         return trajectory
 
-    async def _play_in(self, leased: LeasedEnv, task: EpisodeTask, env_task: Task, waiting: Waiting) -> Trajectory:
+    async def _play_in(
+        self, leased: LeasedEnv, task: EpisodeTask, env_task: Task, waiting: Waiting, transcript: Transcript | None
+    ) -> Trajectory:
         settings, prompts = self._settings, self._prompts
         sampling = self._sampling(task)
         plan = EpisodePlan(
@@ -185,10 +192,11 @@ class EpisodePlayer:
             env=settings.custom_envs[env_task.tag],
             sequence_length=settings.sequence_length,
             sampling=sampling,
-            keep_text=self.keeps_text(task) or self._has_rewards,
+            keep_text=self.keeps_text(task),
             worker_id=self._worker_id,
             prompt=None if prompts is None else await prompts.read(task.kind, env_task.seed),
             prompt_length=settings.data.prompt_length if settings.data else None,
+            transcript=transcript,
         )
         with self._tracer.episode(task, env_task.tag, sampling, has_tools=bool(leased.traits.functions)) as trace:
             trajectory = await self._play_plan(plan, leased, waiting, trace)

@@ -4,12 +4,12 @@ Invariant: an episode without a value of each reward of its tag fails by reason,
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from msgspec import structs
 
 from offbeat.envs.dataset.files import read_field
-from offbeat.envs.dataset.prompt import RowPrompt
-from offbeat.envs.prompts import ROW_IMAGE
+from offbeat.envs.registry import GROUND_TRUTH
 from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.messages.types import EpisodeKind, StopReason, Trajectory
 from offbeat.services.reward.config import COLUMN, RewardsConfig
@@ -19,21 +19,41 @@ from offbeat.services.reward.sample import RewardSample
 from offbeat.services.reward.scorer import RewardScorer
 from offbeat.services.rollout.data.config import DataConfig
 from offbeat.services.rollout.data.prompts import PromptSource
+from offbeat.services.rollout.episodes.transcript import Transcript
 
 SUCCESS = "success"
 
 
+class DatasetColumns:
+    """Rows that episodes answer, as rewards read them."""
+
+    def __init__(self, config: DataConfig, prompts: PromptSource) -> None:
+        self._config = config
+        self._prompts = prompts
+
+    def read(self, kind: EpisodeKind, row: int) -> tuple[Any, dict[str, Any]]:
+        """Return a row's ground truth, and the columns besides it and the prompt."""
+        config = self._config
+        content = self._prompts.row(kind, row)
+        used = (config.messages_key, config.prompt_key, config.images_key, config.ground_truth_key, config.tag_key)
+        return read_field(content, config.ground_truth_key), {k: v for k, v in content.items() if k not in used}
+
+
 class EpisodeRewards:
     def __init__(
-        self, config: RewardsConfig, data: DataConfig, prompts: PromptSource, scorer: RewardScorer, chat: ChatFormat
+        self, config: RewardsConfig, scorer: RewardScorer, chat: ChatFormat, columns: DatasetColumns | None = None
     ) -> None:
+        """columns: of the rows that all episodes answer; None: episodes of envs, which may tell a row."""
         self._config = config
         self._chat = chat
-        self._data = data
-        self._prompts = prompts
+        self._columns = columns
         self._scorer = scorer
 
-    async def add(self, trajectory: Trajectory, kind: EpisodeKind) -> Trajectory:
+    def begin(self, tag: str) -> Transcript | None:
+        """Return what an episode of the tag is to fill for `add`; None: no reward scores it."""
+        return Transcript() if self._columns is not None or self._config.of_tag(tag) else None
+
+    async def add(self, trajectory: Trajectory, kind: EpisodeKind, transcript: Transcript) -> Trajectory:
         """Return a copy with the score on its last turn, and each reward as a metric; unscored without a last answer.
 
         Raises:
@@ -44,12 +64,11 @@ class EpisodeRewards:
         if trajectory.stop_reason is StopReason.ERROR:  # its last answer is what made the env or agent fail
             failure = {SUCCESS: 0.0} if self._first(trajectory.tag).is_share else {}
             return structs.replace(trajectory, metrics={**trajectory.metrics, **failure})
-        values = await self._scorer.score(self._sample(trajectory, kind))
+        values = await self._scorer.score(self._sample(trajectory, kind, transcript))
         *earlier, last = trajectory.turns
         scored = last._replace(reward=last.reward + self._scorer.combine(values))
         columns = {f"{COLUMN}{name}": value for name, value in values.items()}
-        success = self._success(trajectory.tag, values)
-        metrics = {**trajectory.metrics, **columns, **({} if success is None else {SUCCESS: success})}
+        metrics = {**trajectory.metrics, **columns, **self._success(trajectory, values)}
         return structs.replace(trajectory, turns=(*earlier, scored), metrics=metrics)
 
     @property
@@ -68,25 +87,21 @@ class EpisodeRewards:
     async def close(self) -> None:
         await self._scorer.close()
 
-    def _sample(self, trajectory: Trajectory, kind: EpisodeKind) -> RewardSample:
-        system, first, *texts = trajectory.text
-        row = self._prompts.row(kind, trajectory.seed)
-        stored = self._prompts.prompt(kind, trajectory.seed)
-        images = tuple(image.png for image in trajectory.segments[0].images[: stored.num_images])
-        if images:
-            first = first.replace(self._chat.image_tokens.mark, ROW_IMAGE)
-        prompt = RowPrompt(system or None, (*stored.turns[:-1], first, *texts[:-1]), images).messages()
-        last, data = trajectory.turns[-1], self._data
-        used = (data.messages_key, data.prompt_key, data.images_key, data.ground_truth_key, data.tag_key)
-        rest = {key: value for key, value in row.items() if key not in used}
-        truth = read_field(row, data.ground_truth_key)
-        response = self._chat.opened_thought + texts[-1]
-        return RewardSample(prompt, response, last.end - last.start, truth, trajectory.tag, rest)
+    def _sample(self, trajectory: Trajectory, kind: EpisodeKind, transcript: Transcript) -> RewardSample:
+        last = trajectory.turns[-1]
+        response = (self._chat.opened_thought if transcript.is_chat else "") + transcript.response
+        if self._columns is not None:
+            truth, row = self._columns.read(kind, trajectory.seed)
+        else:
+            row = {key: value for key, value in transcript.row.items() if key != GROUND_TRUTH}
+            truth = transcript.row.get(GROUND_TRUTH)
+        return RewardSample(transcript.prompt, response, last.end - last.start, truth, trajectory.tag, row)
 
-    def _success(self, tag: str, values: Mapping[str, float]) -> float | None:
-        """Return whether the first reward of the tag is 1; None for unbounded values."""
-        first = self._first(tag)
-        return float(values[first.name] >= 1) if first.is_share else None
+    def _success(self, trajectory: Trajectory, values: Mapping[str, float]) -> dict[str, float]:
+        """Return whether the tag's first reward is 1, if its values are bounded; an env's own success counts before it."""
+        first = self._first(trajectory.tag)
+        is_told = self._columns is None and SUCCESS in trajectory.metrics
+        return {SUCCESS: float(values[first.name] >= 1)} if first.is_share and not is_told else {}
 
     def _first(self, tag: str) -> RewardConfig:
         return self._config.of_tag(tag)[0]

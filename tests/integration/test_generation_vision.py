@@ -40,7 +40,8 @@ from offbeat.services.rollout.data.config import DataConfig
 from offbeat.services.rollout.data.prompts import PromptSource
 from offbeat.services.rollout.envs.runners import EnvSpec, InlineEnv
 from offbeat.services.rollout.episodes.episode import EpisodePlan, play
-from offbeat.services.rollout.rewards import EpisodeRewards
+from offbeat.services.rollout.episodes.transcript import Transcript
+from offbeat.services.rollout.rewards import DatasetColumns, EpisodeRewards
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig, TinyVisionConfig
@@ -148,7 +149,7 @@ async def test_rows_with_images_are_answered_and_trained_for_two_steps(
     # an answer has five scores, 0 to 4: eight equal ones, which have no gradient, do not come by chance
     patterns = [{"name": f"place-{n}", "kind": "regex", "pattern": rf"^(\S+\s+){{{n}}}w\d?[02468]\b"} for n in range(4)]
     scoring = RewardsConfig.model_validate({"rewards": patterns}, strict=False)
-    rewards = EpisodeRewards(scoring, data, prompts, make_scorer(scoring, local=True), chat)
+    rewards = EpisodeRewards(scoring, make_scorer(scoring, local=True), chat, DatasetColumns(data, prompts))
     tree = {"pipeline": "rlvr", "data": {"dataset_name": data.dataset_name}, "adv_estimator": "grpo"}
     args = {"learning_rate": 1e-3, "max_tokens_per_microbatch": 512}
     config = LearnerConfig.model_validate({**tree, "actor_train": {"training_args": args}})
@@ -197,8 +198,9 @@ async def answer_row(
             return await engine.generate(request, version)
 
         task = EpisodeTask(EpisodeKind.TRAIN, str(row), row, index, 0, 0)
-        plan = EpisodePlan(task, "see", row, env, 256, sampling, True, "w", prompt)
-        return await rewards.add(await play(plan, runner, traits, sample, chat), EpisodeKind.TRAIN)
+        transcript = Transcript()
+        plan = EpisodePlan(task, "see", row, env, 256, sampling, True, "w", prompt, transcript=transcript)
+        return await rewards.add(await play(plan, runner, traits, sample, chat), EpisodeKind.TRAIN, transcript)
 
     played = await asyncio.gather(*(play_one(index) for index in range(8)))
     return Group(f"{row}-0", str(row), row, "see", version, 0, tuple(played))

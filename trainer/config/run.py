@@ -10,7 +10,7 @@ from offbeat.services.generation.config import GeneratingArgs, GenerationConfig,
 from offbeat.services.live_settings import Settings, configured_settings
 from offbeat.services.reward.config import AnyReward, Combine, RewardsConfig
 from offbeat.services.rollout.config import CustomEnv, EnvManagerConfig, RolloutConfig
-from offbeat.services.rollout.data.config import GROUP_SIZES, PLAYING_PROMPTS, DataConfig
+from offbeat.services.rollout.data.config import GROUP_SIZES, PLAYING_PROMPTS, TRAINING_EPISODES, DataConfig
 from offbeat.services.tracing.config import TelemetryConfig
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.trainer.config.actor_train import ActorTrainConfig
@@ -54,9 +54,9 @@ class LearnerRunConfig(LearnerConfig):
     """Envs and templates by tag; with a data pipeline, of evaluation by sampling. With `rlvr`, envs of type `prompt`
     show the rows of `data`.
     """
-    rewards: Annotated[tuple[AnyReward, ...], OnlyWith(pipeline=PLAYING_PROMPTS)] = ()
-    """Reward functions of `rlvr` (and `online_dpo` with `data`); the score is added to the env's reward on the last turn."""
-    combine: Annotated[Combine, OnlyWith(pipeline=PLAYING_PROMPTS)] = Field(default="weighted", validate_default=True)
+    rewards: Annotated[tuple[AnyReward, ...], OnlyWith(pipeline=TRAINING_EPISODES)] = ()
+    """Reward functions of answers to `data`, or of episodes; the score is added to the env's reward on the last turn."""
+    combine: Annotated[Combine, OnlyWith(pipeline=TRAINING_EPISODES)] = Field(default="weighted", validate_default=True)
     """Combination of a tag's rewards. `weighted`: sum of weight times value. `product`: of the values. `gate`: 0 if a
     reward with a `threshold` is below it, else the weighted sum of the others (1 without any).
     """

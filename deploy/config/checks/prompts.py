@@ -109,6 +109,13 @@ def _check_function(config: RunConfig, tag: str, texts: FirstTexts) -> Iterator[
     if env.tool_call_parser and not texts.functions:
         message = f"{env.env_type} offers no functions: leave it out, or set env_config.function_calling to template"
         yield ConfigIssue(f"custom_envs.{tag}.tool_call_parser", message)
+    scored = [] if config.scoring is None else config.scoring.of_tag(tag)
+    if scored and texts.seats:
+        message = (
+            f"reward {scored[0].name!r} scores one conversation, and {tag} has one of each seat, {', '.join(texts.seats)}: "
+            "name other tags, or let the env reward seats"
+        )
+        yield ConfigIssue("rewards", message)
     if env.agent_runner and texts.seats:
         message = (
             f"an agent plays one seat: leave one of {', '.join(texts.seats)} to the policy, the others to opponents"

@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from offbeat.envs.prompts import fill_template
+from offbeat.envs.dataset.prompt import RowPrompt
+from offbeat.envs.prompts import ROW_IMAGE, fill_template
 from offbeat.services.awake_clock import AwakeClock
 from offbeat.services.chat.capture import Captured
 from offbeat.services.chat.template import ChatTemplate, load_chat_template
@@ -26,7 +27,7 @@ from offbeat.services.messages.types import StopReason, Trajectory
 from offbeat.services.rollout.agents.pool import AgentOutcome, AgentPool
 from offbeat.services.rollout.agents.task import AgentTask
 from offbeat.services.rollout.config import AgentRunner, CustomEnv
-from offbeat.services.rollout.envs.runners import EnvTraits, StepResult
+from offbeat.services.rollout.envs.runners import EnvTraits, Opening, StepResult
 from offbeat.services.rollout.episodes.episode import (
     EpisodeMetrics,
     EpisodePlan,
@@ -89,16 +90,20 @@ def agent_slot(runtime: AgentRuntime | None, tag: str, env: CustomEnv) -> Abstra
 
 
 class HttpEnvSession:
-    def __init__(self, env: PlayableEnv, plan: EpisodePlan, traits: EnvTraits, observation: str) -> None:
+    def __init__(self, env: PlayableEnv, plan: EpisodePlan, traits: EnvTraits, opening: Opening) -> None:
         rules = plan.env
         self._env, self._rules = env, rules
         self._modes = traits.metrics_agg_mode
-        self._system = rules.system_prompt(traits.system_prompt)
+        self._system = plan.system_prompt(traits)
         self._turn = asyncio.Lock()
         self._running: asyncio.Task[StepResult] | None = None
         self._is_closed = False
         self._results: list[StepResult] = []
-        self._first = self._message(observation)
+        self._first = self._message(opening.observation)
+        self._messages = [] if plan.prompt is None else self._row_messages(plan.prompt)
+        self._first = self._first.replace(ROW_IMAGE, "")
+        self.row = dict(opening.row)
+        """What the env told about the task."""
         self.session: EpisodeSession | None = None
         self.task: dict[str, Any] = {}
         self.texts = [self._system]
@@ -119,6 +124,7 @@ class HttpEnvSession:
             system_prompt=self._system,
             observation=self._first,
             max_steps=self._rules.max_steps,
+            messages=self._messages,
         )
         self.task = task.plain()
         return task
@@ -149,6 +155,7 @@ class HttpEnvSession:
                 session.fail(error)
                 raise
             self._results.append(result)
+            self.row.update(result.row)
             self.texts += [self._observation, action]
             self._observation = self._message(result.observation)
             session.reward(result.reward)
@@ -189,6 +196,10 @@ class HttpEnvSession:
             metrics.add(result.metrics)
         return {**metrics.values(), **own}
 
+    def _row_messages(self, prompt: RowPrompt) -> list[dict[str, Any]]:
+        """Return a row's conversation, ending with the first observation."""
+        return prompt._replace(system=self._system or None, turns=(*prompt.turns[:-1], self._first)).messages()
+
     def _message(self, observation: str) -> str:
         step = len(self._results) + 1
         left = self._rules.max_steps - step + 1
@@ -204,7 +215,7 @@ async def play_with_agent(
         EpisodeError: env, generation or agent failed; retry.
     """
     began = time.monotonic()
-    http_env = HttpEnvSession(env, plan, traits, (await env.reset(plan.seed)).observation)
+    http_env = HttpEnvSession(env, plan, traits, await env.reset(plan.seed))
     max_new_tokens = min(plan.env.max_tokens_per_step, plan.sampling.max_new_tokens)
     limits = SessionLimits(plan.sequence_length, max_new_tokens, runner.max_calls)
     session = EpisodeSession(runtime.templates[runner.tool_call_parser], sample, limits, env=http_env)
@@ -218,6 +229,9 @@ async def play_with_agent(
     captured = session.close()
     if not captured.turns:
         raise error or EpisodeError("agent_silent", "the agent ended without an answer of the policy")
+    if plan.transcript is not None:
+        plan.transcript.read(session.conversation, is_chat=session.is_chat)
+        plan.transcript.row.update(http_env.row)
     metrics = http_env.metrics(outcome.metrics)
     return Trajectory(
         group_id=plan.task.group_id,

@@ -49,6 +49,8 @@ class AgentTask:
     observation: str
     """First observation."""
     max_steps: int
+    messages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """Conversation to answer in OpenAI's form, with earlier messages and images, of a dataset's row; else empty."""
     _idle: list[HTTPConnection] = field(default_factory=list[HTTPConnection], repr=False, compare=False)
     """Connections that no call uses."""
 

@@ -10,6 +10,7 @@ GROUP_SIZES: dict[str, int] = {"sft": 1, "dpo": 2, "distill": 1, "reward_model":
 """Trajectories per row."""
 PLAYING_PROMPTS = ("rlvr", "online_dpo")
 """Pipelines whose episodes may answer the prompts of `data`."""
+TRAINING_EPISODES = ("agentic", *PLAYING_PROMPTS)
 
 
 class DataConfig(Config):

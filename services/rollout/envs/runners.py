@@ -10,12 +10,13 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
+import msgspec
 import numpy as np
 from pydantic import JsonValue
 
-from offbeat.envs.registry import SeedSearch, TextEnv, make
+from offbeat.envs.registry import REWARD_ROW, SeedSearch, TextEnv, make
 from offbeat.services.chat.vision import encode_png
 from offbeat.services.errors import EpisodeError
 from offbeat.services.messages.images import check_png
@@ -54,6 +55,8 @@ class Opening(NamedTuple):
     observation: str
     seat: str = ""
     """Seat to move."""
+    row: Mapping[str, Any] = {}
+    """What rewards may know of the task (`info["reward_row"]`)."""
 
 
 class StepResult(NamedTuple):
@@ -67,6 +70,8 @@ class StepResult(NamedTuple):
     """Seat to move."""
     seats: Mapping[str, Mapping[str, float]] = {}
     """By seat: its `reward` of this step, and metrics."""
+    row: Mapping[str, Any] = {}
+    """As of `Opening`; adds to it."""
 
 
 class EnvRunner(Protocol):
@@ -106,16 +111,17 @@ def read_seats(env: TextEnv) -> tuple[str, ...]:
 
 
 def do_reset(env: TextEnv, seed: int) -> Opening:
-    """Reset; raise TypeError or ValueError unless the observation is text."""
+    """Reset; raise TypeError or ValueError unless the observation is text, and the row plain."""
     observation, info = env.reset(seed=seed)
-    return Opening(_text(observation), str(info.get("seat", "")) if read_seats(env) else "")
+    seat = str(info.get("seat", "")) if read_seats(env) else ""
+    return Opening(_text(observation), seat, _read_row(info))
 
 
 def do_step(env: TextEnv, action: str) -> StepResult:
     """Step, check, and reduce info to metrics.
 
     Raises:
-        TypeError: the observation is not text.
+        TypeError: the observation is not text, or the row not plain.
         ValueError: it has half of a surrogate pair, or a reward is not finite.
     """
     observation, reward, terminated, truncated, info = env.step(action)
@@ -123,7 +129,8 @@ def do_step(env: TextEnv, action: str) -> StepResult:
     if not math.isfinite(value):
         raise ValueError(f"the env's reward is {value}")
     if not read_seats(env):
-        return StepResult(_text(observation), value, bool(terminated), bool(truncated), _numbers(info))
+        numbers, row = _numbers(info), _read_row(info)
+        return StepResult(_text(observation), value, bool(terminated), bool(truncated), numbers, row=row)
     seats = {str(seat): _numbers(values) for seat, values in info.get("seats", {}).items()}
     if bad := [seat for seat, values in seats.items() if not math.isfinite(values.get("reward", 0.0))]:
         raise ValueError(f"the env's reward of seat {bad[0]} is {seats[bad[0]]['reward']}")
@@ -133,6 +140,22 @@ def do_step(env: TextEnv, action: str) -> StepResult:
 
 def _numbers(info: Mapping[str, Any]) -> dict[str, float]:
     return {str(k): float(v) for k, v in info.items() if isinstance(v, NUMBERS)}
+
+
+def _read_row(info: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what rewards may know of the task, as builtins; raises TypeError."""
+    row = info.get(REWARD_ROW)
+    if row is None:
+        return {}
+    if not isinstance(row, Mapping):
+        raise TypeError(f"info[{REWARD_ROW!r}] is a {type(row).__name__}, not a mapping")
+    return cast(Mapping[str, Any], msgspec.to_builtins(row, builtin_types=(bytes,), str_keys=True, enc_hook=_to_list))
+
+
+def _to_list(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    raise TypeError(f"info[{REWARD_ROW!r}] has a {type(value).__name__}: use texts, numbers, lists and mappings")
 
 
 def render_png(env: TextEnv) -> bytes:

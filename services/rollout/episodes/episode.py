@@ -31,6 +31,7 @@ from offbeat.services.rollout.episodes.errors import error_metrics, reward_of
 from offbeat.services.rollout.episodes.history import TurnHistory
 from offbeat.services.rollout.episodes.recorder import TurnMessage, make_recorder
 from offbeat.services.rollout.episodes.state_hash import hash_state
+from offbeat.services.rollout.episodes.transcript import Transcript
 
 Sample = Callable[..., Awaitable[Completion]]
 """(prompt token ids, maximum new tokens[, images]) -> completion."""
@@ -57,6 +58,8 @@ class EpisodePlan:
     prompt: RowPrompt | None = None
     """Its last message is the first observation."""
     prompt_length: int | None = None
+    transcript: Transcript | None = None
+    """To be filled; None: no reward reads the episode."""
 
     def system_prompt(self, traits: EnvTraits) -> str:
         """Return the row's system message with the tools' instructions, or the tag's system prompt."""
@@ -82,11 +85,14 @@ async def play(plan: EpisodePlan, env: PlayableEnv, traits: EnvTraits, sample: S
     texts = [_show_images(text, plan, chat) for text in plan.opening]
     make = partial(make_recorder, chat, rules, system, tuple(traits.functions), texts)
     conversations = Conversations(make, rules, traits.seats)
+    if plan.transcript is not None:
+        plan.transcript.begin(system, plan.opening, () if plan.prompt is None else plan.prompt.images)
     episode = _Episode(
         plan, env, sample, chat, conversations, EpisodeMetrics(traits.metrics_agg_mode, traits.seats), [system]
     )
     await conversations.of(traits.seats[0] if traits.seats else "")  # an unusable template fails before the reset
     opening, step, stop = await env.reset(plan.seed), 0, None
+    episode.note_row(opening.row)
     while stop is None:
         step += 1
         opening, stop = await episode.turn(opening, step)
@@ -129,7 +135,7 @@ class _Episode:
     error: EpisodeError | None = None
 
     async def turn(self, opening: Opening, step: int) -> tuple[Opening, StopReason | None]:
-        plan, (observation, seat) = self.plan, opening
+        plan, (observation, seat, _) = self.plan, opening
         recorder, history = await self.conversations.of(seat)
         message = await self._message(observation, step, history)
         prompt, images = recorder.ask(message)
@@ -148,8 +154,30 @@ class _Episode:
         history.add(observation, answer)
         if plan.keep_text:
             self.text += [message.words, answer]
+        self._note_turn(message, answer)
+        self.note_row(result.row)
         stop = StopReason.ERROR if self.error else _stop_reason(result, step, plan.env.max_steps)
         return Opening(result.observation, result.seat), stop
+
+    def note_row(self, row: Mapping[str, object]) -> None:
+        if self.plan.transcript is not None:
+            self.plan.transcript.row.update(row)
+
+    def _note_turn(self, message: TurnMessage, answer: str) -> None:
+        """Add a turn to the transcript; step-wise prompts repeat earlier turns, so that their observation is taken."""
+        transcript, rules = self.plan.transcript, self.plan.env
+        if transcript is None:
+            return
+        images = message.images
+        if rules.env_manager_cls != "TrajEnvManager":
+            text = ROW_IMAGE * len(images) + message.observation
+        elif images:
+            text = message.words.replace(self.chat.image_tokens.mark, ROW_IMAGE)
+            images = images[-text.count(ROW_IMAGE) :]  # of a first turn, those of the opening come before
+        else:
+            text = message.words
+        transcript.add("user", text, images)
+        transcript.add("assistant", answer)
 
     async def _step(self, answer: str) -> StepResult:
         try:

@@ -15,7 +15,7 @@ from offbeat.services.messages.types import Sampling
 from offbeat.services.rollout.agents.episode import HttpEnvSession
 from offbeat.services.rollout.agents.pool import AgentOutcome, outcome_of
 from offbeat.services.rollout.config import AgentRunner, CustomEnv
-from offbeat.services.rollout.envs.runners import EnvTraits, StepResult
+from offbeat.services.rollout.envs.runners import EnvTraits, Opening, StepResult
 from offbeat.services.rollout.episodes.episode import EpisodePlan
 from tests.fakes_rollout import train_episode
 from tests.services.gateway.templates import Scripted, session_of
@@ -26,7 +26,7 @@ def open_env(
 ) -> tuple[HttpEnvSession, EpisodeSession]:
     env = CustomEnv(env_type="frozen_lake", agent_runner=AgentRunner(path="a:play"))
     plan = EpisodePlan(train_episode(0), "Lake", 1, env, 512, Sampling(max_new_tokens=4), False, "w")
-    http_env = HttpEnvSession(cast(Any, SimpleNamespace(step=step)), plan, EnvTraits("", {}), "first")
+    http_env = HttpEnvSession(cast(Any, SimpleNamespace(step=step)), plan, EnvTraits("", {}), Opening("first"))
     session = session_of(Scripted(plain, []))
     session.env = http_env
     http_env.agent_task("http://gateway", plan, session)

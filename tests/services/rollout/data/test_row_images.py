@@ -31,7 +31,8 @@ from offbeat.services.rollout.data.config import DataConfig
 from offbeat.services.rollout.data.prompts import PromptSource
 from offbeat.services.rollout.envs.runners import EnvSpec, InlineEnv
 from offbeat.services.rollout.episodes.episode import EpisodePlan, play
-from offbeat.services.rollout.rewards import EpisodeRewards
+from offbeat.services.rollout.episodes.transcript import Transcript
+from offbeat.services.rollout.rewards import DatasetColumns, EpisodeRewards
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig, TinyVisionConfig
 from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.fakes_rollout import train_episode
@@ -83,15 +84,16 @@ async def answer(path: Path, chat: ChatFormat, row: int = 0, **data: Any) -> Tra
     runner = InlineEnv(EnvSpec(env.env_type, env.env_config, 1, 1))
     traits = await runner.start()
     prompt = await prompts.read(EpisodeKind.TRAIN, row)
-    plan = EpisodePlan(
-        train_episode(5, 2), "see", row, env, 64, Sampling(max_new_tokens=4), True, "w", prompt, config.prompt_length
-    )
+    task, transcript = train_episode(5, 2), Transcript()
+    sampling, most = Sampling(max_new_tokens=4), config.prompt_length
+    plan = EpisodePlan(task, "see", row, env, 64, sampling, True, "w", prompt, most, transcript)
     played = await play(plan, runner, traits, says(chat, "Left"), chat)
     reward = {"name": "kept", "kind": "function", "path": f"{__name__}:keep"}
     scoring = RewardsConfig.model_validate_json(json.dumps({"rewards": [reward]}))
-    rewards = EpisodeRewards(scoring, config, prompts, make_scorer(scoring, local=True), chat)
+    columns = DatasetColumns(config, prompts)
+    rewards = EpisodeRewards(scoring, make_scorer(scoring, local=True), chat, columns)
     try:
-        return await rewards.add(played, EpisodeKind.TRAIN)
+        return await rewards.add(played, EpisodeKind.TRAIN, transcript)
     finally:
         await rewards.close()
 
