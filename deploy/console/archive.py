@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.deploy import run_folder
-from offbeat.deploy.audit.lives import GroupLife
+from offbeat.deploy.audit.lives import DROPPED, FAILED, TRAINED, GroupLife
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import read_run
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.console.cached_file import CachedFile
 from offbeat.deploy.console.frames import EpisodeToReplay, render_frames
-from offbeat.deploy.console.groups import GroupIndex, count_lags, page_of, select, view_of
+from offbeat.deploy.console.groups import GroupIndex, count_lags, count_lives, page_of, select, view_of
+from offbeat.deploy.console.ledger_counts import LedgerCounts
 from offbeat.deploy.console.series import SeriesIndex
 from offbeat.deploy.console.trajectories import RecordedTrajectories
 from offbeat.deploy.run_setup import model_folder
@@ -27,6 +28,7 @@ from offbeat.services.control.console.schemas import (
     SeriesView,
     TrajectoryView,
 )
+from offbeat.services.control.schemas import CountersView
 from offbeat.services.rollout.tasks import train_task
 from offbeat.trainer.trackers.supervisor import without_secrets
 from offbeat.trainer.training.checkpoint import PREFIX, CheckpointError, read_checkpoint
@@ -41,6 +43,7 @@ class FolderArchive:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._groups = GroupIndex(folder)
+        self._counts = LedgerCounts(folder)
         self._series = SeriesIndex(folder)
         self._trajectories = RecordedTrajectories(folder, lambda: self._model_folder)
         self._config = CachedFile(folder / run_folder.CONFIG, self._read_config)
@@ -128,9 +131,27 @@ class FolderArchive:
         return {key: value for key, value in _flatten(tree) if not _is_private(key)}
 
     def lives(self) -> list[GroupLife]:
+        """Return the newest groups' lives, admitted first."""
         with self._lock:
             self._refresh()
             return list(self._groups.lives.values())
+
+    def counters(self) -> CountersView:
+        """Count all groups."""
+        lives = self.lives()
+        if self._groups.has_all:
+            return count_lives(lives)
+        with self._lock:
+            self._counts.refresh()
+            num_of, reasons = self._counts.num_of, self._counts.reasons
+            return CountersView(
+                admitted=num_of["admitted"],
+                submitted=num_of["submitted"],
+                trained=num_of[TRAINED],
+                dropped=dict(reasons[DROPPED]),
+                failed=dict(reasons[FAILED]),
+                in_flight=num_of["admitted"] - self._counts.num_ended,
+            )
 
     def latest(self) -> dict[str, float | None]:
         while (view := self.series([], "step", None, 1)).unread_bytes:

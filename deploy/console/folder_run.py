@@ -1,15 +1,12 @@
 """View of a run from its folder."""
 
-from collections import Counter
 from pathlib import Path
 
 from offbeat.deploy import run_folder
-from offbeat.deploy.audit.lives import DROPPED, FAILED, TRAINED
 from offbeat.deploy.console.archive import FolderArchive
 from offbeat.deploy.report.report import read_report
 from offbeat.services.control.run import DesiredState, RunState
 from offbeat.services.control.schemas import (
-    CountersView,
     FindingView,
     PathsView,
     RunView,
@@ -36,9 +33,6 @@ def view_folder(archive: FolderArchive) -> RunView:
     finished, active = step >= config.max_steps, run_folder.find_holder(folder) is not None
     url = live_url(folder) if active else None
     state = RunState.RUNNING if active else RunState.FINISHED if finished else RunState.STOPPED
-    endings = {ending: Counter(life.detail for life in lives if life.ending == ending) for ending in (DROPPED, FAILED)}
-    num_trained = sum(life.ending == TRAINED for life in lives)
-    num_ended = num_trained + sum(sum(counts.values()) for counts in endings.values())
     return RunView(
         id=config.exp_name,
         state=state,
@@ -55,14 +49,7 @@ def view_folder(archive: FolderArchive) -> RunView:
         started_at=began_at,
         running_at=began_at,
         ended_at=0.0 if active else ended_at,
-        counters=CountersView(
-            admitted=len(lives),
-            submitted=sum(life.submitted for life in lives),
-            trained=num_trained,
-            dropped=dict(endings[DROPPED]),
-            failed=dict(endings[FAILED]),
-            in_flight=len(lives) - num_ended,
-        ),
+        counters=archive.counters(),
         staleness=StalenessView(
             mean=metrics.get("staleness"), max=metrics.get("staleness_max"), bound=config.max_staleness
         ),

@@ -3,22 +3,26 @@
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 
-from offbeat.deploy.audit.live_replay import LiveReplay
+from offbeat.deploy.audit.live_replay import KEPT_GROUPS, LiveReplay
 from offbeat.deploy.audit.lives import DROPPED, FAILED, TRAINED, GroupLife
 from offbeat.deploy.console.tail import JsonLinesTail
 from offbeat.services.buffer.group_ledger import LEDGER_FILE, parse_event
 from offbeat.services.control.console.archive import GroupQuery, UnknownGroupError
 from offbeat.services.control.console.schemas import GroupSort, GroupState, GroupsView, GroupView, LagsView
-from offbeat.services.control.schemas import finite
+from offbeat.services.control.schemas import CountersView, finite
 from offbeat.services.process import uncollected
 from offbeat.trainer.learner.step_ledger import STEPS_FILE, parse_journal_line
 
 REFRESH_INTERVAL_S = 0.5
 """Bounds the cost of frequent callers."""
+NEWEST_BYTES = 32 << 20
+"""Of a larger ledger its end is read, which has more than `KEPT_GROUPS` groups of 16 members."""
 MASKED = "its batch counted it in denominators alone: no signal, or filtered"
 
 
@@ -26,8 +30,8 @@ class GroupIndex:
     """Lives by number; `refresh` reads appended ones."""
 
     def __init__(self, folder: Path) -> None:
-        self._event_tail = JsonLinesTail(folder / LEDGER_FILE)
-        self._step_tail = JsonLinesTail(folder / STEPS_FILE)
+        self._event_tail = JsonLinesTail(folder / LEDGER_FILE, NEWEST_BYTES)
+        self._step_tail = JsonLinesTail(folder / STEPS_FILE, NEWEST_BYTES)
         self._replay = LiveReplay()
         self._refreshed_at = -math.inf
 
@@ -35,21 +39,33 @@ class GroupIndex:
     def lives(self) -> dict[int, GroupLife]:
         return self._replay.lives
 
+    @property
+    def has_all(self) -> bool:
+        """Whether no earlier groups are left out."""
+        return self._replay.first_number == 0
+
     def refresh(self) -> None:
         if time.monotonic() < self._refreshed_at + REFRESH_INTERVAL_S:
             return
-        if self._event_tail.restarted():
+        if is_first := self._event_tail.restarted():
             self._replay.clear_events()
         if self._step_tail.restarted():
             self._replay.clear_lines()
         with uncollected():
             events = [event for row in self._event_tail.read() if (event := parse_event(row)) is not None]
             lines = [line for row in self._step_tail.read() if (line := parse_journal_line(row)) is not None]
+            if is_first and self._event_tail.num_skipped_bytes:
+                self._replay.leave_out_earlier(events)
             self._replay.add(events, lines)
         self._refreshed_at = time.monotonic()
 
     def find(self, number: int) -> GroupLife:
         """Raises `UnknownGroupError`."""
+        if number not in self.lives and number < self._replay.first_number:
+            raise UnknownGroupError(
+                f"group {number} is older than the newest {KEPT_GROUPS:,} groups, which are listed: "
+                f"`offbeat audit RUN --group {number}` reads it in the ledgers"
+            )
         if number not in self.lives:
             raise UnknownGroupError(f"there is no group {number}: {len(self.lives)} were admitted, numbered from 0")
         return self.lives[number]
@@ -94,6 +110,19 @@ def staleness_of(life: GroupLife) -> int | None:
     return life.step - 1 - life.oldest_version
 
 
+def count_lives(lives: Sequence[GroupLife]) -> CountersView:
+    endings = {ending: Counter(life.detail for life in lives if life.ending == ending) for ending in (DROPPED, FAILED)}
+    num_trained = sum(life.ending == TRAINED for life in lives)
+    return CountersView(
+        admitted=len(lives),
+        submitted=sum(life.submitted for life in lives),
+        trained=num_trained,
+        dropped=dict(endings[DROPPED]),
+        failed=dict(endings[FAILED]),
+        in_flight=len(lives) - num_trained - sum(counts.total() for counts in endings.values()),
+    )
+
+
 def count_lags(lives: dict[int, GroupLife], groups: int, columns: int) -> LagsView:
     """Count the lags of the newest consumed groups by ranges of steps."""
     consumed = (life for life in reversed(lives.values()) if life.ending in ("", TRAINED))
@@ -115,6 +144,8 @@ def select(
 ) -> list[GroupLife]:
     """Return the selected lives in order. ratios: largest ratio of groups, if known."""
     states = set(query.states)
+    if GroupQuery(sort=query.sort, offset=query.offset, limit=query.limit) == query and query.sort is GroupSort.NUMBER:
+        return sorted(lives, key=attrgetter("number"), reverse=True)
     chosen = [
         life
         for life in lives

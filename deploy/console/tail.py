@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -18,12 +18,16 @@ CHUNK_BYTES = 1 << 17
 class JsonLinesTail:
     """Position in a growing file; a replaced or shortened one is read from its start."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, newest_bytes: int = 0) -> None:
+        """newest_bytes: of a larger file, its end of that size is read; 0: all of it."""
         self._path = path
+        self._newest_bytes = newest_bytes
         self._inode = 0
         self._offset = 0
         self.num_unread_bytes = 0
         """Left by the last `read`, whose time was up."""
+        self.num_skipped_bytes = 0
+        """Before the first row, of a file above `newest_bytes`."""
 
     def restarted(self) -> bool:
         """Return whether the next `read` starts at the file's first line."""
@@ -43,6 +47,8 @@ class JsonLinesTail:
         if not self._path.is_file():
             return
         with self._path.open("rb") as file:
+            if self._offset == 0:
+                self._offset = self.num_skipped_bytes = self._find_start(file)
             file.seek(self._offset)
             while lines := file.read(CHUNK_BYTES):
                 lines += file.readline()  # to a line's end
@@ -54,6 +60,14 @@ class JsonLinesTail:
                 if time.monotonic() > deadline:
                     self.num_unread_bytes = max(os.fstat(file.fileno()).st_size - self._offset, 0)
                     return
+
+    def _find_start(self, file: BinaryIO) -> int:
+        size = os.fstat(file.fileno()).st_size
+        if not self._newest_bytes or size <= self._newest_bytes:
+            return 0
+        file.seek(size - self._newest_bytes)
+        file.readline()
+        return file.tell()
 
 
 def _rows(lines: bytes) -> list[dict[str, Any]]:

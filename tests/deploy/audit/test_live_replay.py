@@ -98,3 +98,76 @@ def test_anything_else_replays_all(line: JournalLine) -> None:
     before = dict(seen.lives)
     seen.add([], [line])
     assert all(seen.lives[number] is not each for number, each in before.items())
+
+
+KEPT, STEPS = 20, 120
+
+
+def run_ledgers(steps: int = STEPS, saved_every: int = 4) -> list[tuple[list[LifeEvent], list[JournalLine]]]:
+    """Events and lines of each step: two groups that are trained, and one that is dropped."""
+    rows: list[tuple[int, str, str]] = []
+    parts: list[tuple[int, list[JournalLine]]] = [(0, [ResumedLine(0, 1, 0)])]
+    for i in range(1, steps + 1):
+        numbers = range(3 * i - 3, 3 * i)
+        rows += [(number, "admitted", str(i - 1)) for number in numbers]
+        rows += [(number, "submitted", str(i - 1)) for number in numbers[:2]]
+        rows.append((numbers[2], "dropped", "stale"))
+        if i % saved_every == 0:
+            saved = range(3 * (i - saved_every), 3 * i)
+            rows += [(number, "trained", str(i)) for number in saved if number % 3 < 2]
+        parts.append((len(rows), [step(i, *numbers[:2])]))
+    events = life(*rows)
+    starts = [0, *(end for end, _ in parts)]
+    return [(events[start:end], lines) for start, (end, lines) in zip(starts, parts, strict=False)]
+
+
+def test_old_groups_are_forgotten_and_the_others_live_as_in_the_whole() -> None:
+    seen, events, lines = LiveReplay(KEPT), list[LifeEvent](), list[JournalLine]()
+    for new, written in run_ledgers():
+        seen.add(new, written)
+        events, lines = [*events, *new], [*lines, *written]
+        whole = replay(events, lines).groups
+        assert set(whole) - set(seen.lives) == {number for number in whole if number < seen.first_number}
+        assert all(life == whole[number] for number, life in seen.lives.items())
+        assert len(seen.lives) <= KEPT * 5 // 4
+    assert seen.first_number >= 3 * STEPS - KEPT * 5 // 4
+
+
+@pytest.mark.parametrize("resumed", [ResumedLine(STEPS - 2, 2, 0), ResumedLine(4, 2, -2 * (STEPS - 4))])
+def test_a_resumed_run_lives_on_though_its_first_steps_are_forgotten(resumed: ResumedLine) -> None:
+    """Also one that is rewound to a step that is forgotten."""
+    ledgers = run_ledgers()
+    seen, events, lines = LiveReplay(KEPT), list[LifeEvent](), list[JournalLine]()
+    first = 3 * STEPS
+    admitted = [(first + i, "admitted", str(resumed.step)) for i in range(3)]
+    ordinal = sum(len(new) for new, _ in ledgers)
+    again = [change(event, id=f"{9000 + i}-0", ordinal=ordinal + i + 1) for i, event in enumerate(life(*admitted))]
+    step_after = step(resumed.step + 1, first, first + 1, epoch=2)
+    for new, written in [*ledgers, ([], [resumed]), (again, [step_after])]:
+        seen.add(new, written)
+        events, lines = [*events, *new], [*lines, *written]
+    whole = replay(events, lines).groups
+    assert {number: life for number, life in whole.items() if number >= seen.first_number} == seen.lives
+    assert seen.lives[first].step == resumed.step + 1
+
+
+def test_memory_of_a_run_does_not_grow_with_its_groups() -> None:
+    seen, sizes = LiveReplay(KEPT), list[int]()
+    for new, written in run_ledgers(4 * STEPS):
+        seen.add(new, written)
+        sizes.append(len(seen._events) + len(seen._lines) + len(seen.lives))
+    assert max(sizes[STEPS:]) <= max(sizes[:STEPS])
+
+
+def test_ledgers_read_from_their_middle_have_whole_lives_alone() -> None:
+    ledgers = run_ledgers()
+    half = ledgers[STEPS // 2 :]
+    events, lines = [event for new, _ in half for event in new], [line for _, written in half for line in written]
+    seen = LiveReplay(1000)
+    seen.leave_out_earlier(events)
+    seen.add(events, lines)
+    whole = replay(
+        [event for new, _ in ledgers for event in new], [line for _, each in ledgers for line in each]
+    ).groups
+    assert seen.first_number == min(seen.lives) > 0
+    assert seen.lives == {number: life for number, life in whole.items() if number >= seen.first_number}

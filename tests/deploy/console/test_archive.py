@@ -178,6 +178,22 @@ def test_a_growing_ledger_is_followed(run_folder: Path, tmp_path: Path, monkeypa
     assert [group.number for group in archive.groups(GroupQuery(limit=1)).groups] == [10]
 
 
+def test_of_a_large_ledger_the_newest_groups_are_listed_and_all_are_counted(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = FolderArchive(run_folder)
+    listed, counters = whole.groups(GroupQuery()).groups, whole.counters()
+    size = (run_folder / "ledger" / "groups.jsonl").stat().st_size
+    monkeypatch.setattr("offbeat.deploy.console.groups.NEWEST_BYTES", size // 2)
+    archive = FolderArchive(run_folder)
+    newest = archive.groups(GroupQuery()).groups
+    assert 0 < len(newest) < len(listed)
+    assert [each.number for each in newest] == [each.number for each in listed[: len(newest)]]
+    assert archive.counters() == counters
+    with pytest.raises(UnknownGroupError, match="group 0 is older than the newest"):
+        archive.group(0)
+
+
 def test_ratios_are_those_of_all_kept_steps(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offbeat.deploy.console.trajectories.MAX_CACHED_STEPS", 1)
     archive = FolderArchive(run_folder)
