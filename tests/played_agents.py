@@ -67,6 +67,11 @@ def answers(task: AgentTask) -> str:
     return _ask(task, _told(task))
 
 
+def answers_messages(task: AgentTask) -> None:
+    """An answer to a dataset's row, for rewards."""
+    _ask(task, task.messages)
+
+
 def rates_itself(task: AgentTask) -> float:
     _ask(task, _told(task))
     task.step("Left")

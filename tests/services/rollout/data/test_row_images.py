@@ -174,3 +174,19 @@ def test_a_policy_without_image_input_fails_the_episode(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", {"prompt": "which", "images": [url(picture(1))]})
     with pytest.raises(EpisodeError, match="bad_image: "):
         asyncio.run(answer(path, load_chat_format(tmp_path / "blind")))
+
+
+async def test_images_of_an_env_are_in_the_conversation_that_rewards_read(chat: ChatFormat) -> None:
+    rules = {"max_steps": 2, "max_tokens_per_step": 4, "execution": "inline"}
+    env = CustomEnv(env_type="frozen_lake", agent_template="see {image} of {observation}", **rules)
+    runner = InlineEnv(EnvSpec(env.env_type, {"render_mode": "rgb_array", "size": 2}, 1, 1))
+    traits, transcript = await runner.start(), Transcript()
+    plan = EpisodePlan(
+        train_episode(5, 2), "lake", 3, env, 512, Sampling(max_new_tokens=4), True, "w", transcript=transcript
+    )
+    played = await play(plan, runner, traits, says(chat, "Left"), chat)
+    shown = [message["content"] for message in transcript.prompt if message["role"] == "user"]
+    assert [[part["type"] for part in parts] for parts in shown] == [["text", "image_url", "text"]] * len(played.turns)
+    assert [parts[1]["image_url"]["url"] for parts in shown] == [url(image.png) for image in played.segments[0].images]
+    assert [parts[0]["text"] for parts in shown] == ["see "] * len(played.turns)
+    assert all(parts[2]["text"].startswith(" of ") for parts in shown)
