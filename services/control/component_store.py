@@ -86,18 +86,27 @@ class ComponentStore:
             workers, replicas, leased, (now_s, now_us) = await pipe.execute()
         return ComponentReports.decode(workers, replicas, leased, ahead_s=self.clock() - now_s - now_us / 1e6)
 
-    async def newest_metrics(self, run_id: str, window_s: float) -> list[bytes]:
-        """Return encoded metric records of the last seconds of Redis' clock, by which they are numbered, oldest first."""
-        key = RunKeys(run_id).metrics
+    async def metrics_window(self, run_id: str, window_s: float) -> tuple[int, tuple[int, int]]:
+        """Return where the last seconds begin on Redis' clock (ms), by which metric records are numbered, and the newest
+        record's id; (0, 0) without any.
+        """
         async with self.redis.pipeline(transaction=False) as pipe:
             pipe.time()
-            pipe.xrevrange(key, count=1)
-            (now_s, now_us), newest = await pipe.execute()
-        now_ms = now_s * 1000 + now_us // 1000
-        if newest:  # ids never go back, unlike the clock
-            now_ms = max(now_ms, int(newest[0][0].partition(b"-")[0]))
-        entries = await self.redis.xrange(key, min=max(now_ms - int(window_s * 1000), 0))
-        return [fields[b"r"] for _, fields in entries]
+            pipe.xrevrange(RunKeys(run_id).metrics, count=1)
+            (now_s, now_us), entries = await pipe.execute()
+        newest = _decode_id(entries[0][0]) if entries else (0, 0)
+        now_ms = max(now_s * 1000 + now_us // 1000, newest[0])  # ids never go back, unlike the clock
+        return max(now_ms - int(window_s * 1000), 0), newest
+
+    async def metrics_after(self, run_id: str, entry_id: str, count: int) -> list[tuple[tuple[int, int], bytes]]:
+        """Return the next encoded metric records and their ids, oldest first."""
+        entries = await self.redis.xrange(RunKeys(run_id).metrics, min=f"({entry_id}", count=count)
+        return [(_decode_id(raw_id), fields[b"r"]) for raw_id, fields in entries]
+
+
+def _decode_id(raw: bytes) -> tuple[int, int]:
+    milliseconds, _, sequence = raw.partition(b"-")
+    return int(milliseconds), int(sequence)
 
 
 def _decode_observations(raw: Mapping[bytes, bytes]) -> dict[str, Observation]:

@@ -1,21 +1,20 @@
 """REST views of a run, read from Redis."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Protocol
 
 from offbeat.services.buffer.api import GroupProgress, Quarantined, Snapshot
 from offbeat.services.control.causes import Cause, RunSnapshot
 from offbeat.services.control.explain import chain
 from offbeat.services.control.failing_episodes import FailingEpisodes
+from offbeat.services.control.rates import RunRates
 from offbeat.services.control.run import ComponentReports, ForeignRecordError, LearnerReport, RunRecord, RunState
 from offbeat.services.control.schemas import (
     ChangeView,
     CountersView,
     FindingView,
-    RatesView,
     RunView,
     SettingsView,
     StalenessView,
@@ -27,15 +26,8 @@ from offbeat.services.control.store import RunStore
 from offbeat.services.errors import CodecError
 from offbeat.services.findings import RunFinding
 from offbeat.services.live_settings import Settings, settings_now
-from offbeat.services.telemetry import decode_record
 
-RATE_WINDOW_S = 15.0
 TRAINING = (RunState.RUNNING, RunState.DRAINING)
-RATE_METRICS = {
-    "trajectories": ("rollout", "episodes"),
-    "tokens_generated": ("generation", "tokens"),
-    "tokens_trained": ("learner", "tokens_trained"),
-}
 
 
 @contextmanager
@@ -60,6 +52,7 @@ class Overview:
         self._redis_trouble = redis_trouble
         self._store = store
         self._buffer = buffer
+        self._rates = RunRates(store.components)
 
     async def view(self, record: RunRecord) -> RunView:
         """Build a run's view; raises `ForeignRecordError`."""
@@ -74,13 +67,13 @@ class Overview:
             components.restarts(run_id),
             components.reports(run_id),
         )
-        snapshot, learner, changes, records = await asyncio.gather(
+        snapshot, learner, changes = await asyncio.gather(
             self._buffer.snapshot(run_id),
             components.learner(run_id),
             store.changes(run_id),
-            components.newest_metrics(run_id, RATE_WINDOW_S),
         )
         settings = settings_now(record.settings, changes)
+        rates = await self._rates.view(record, learner, store.clock(), can_train=record.state in TRAINING)
         return RunView(
             id=run_id,
             state=record.state,
@@ -103,7 +96,7 @@ class Overview:
             counters=CountersView.of(snapshot.counters),
             quarantined=snapshot.quarantined,
             staleness=_staleness(learner, settings),
-            rates=_rates(records, learner, store.clock(), can_train=record.state in TRAINING),
+            rates=rates,
             settings=SettingsView.of(settings),
             changes=[ChangeView.of(change) for change in changes],
             metrics={name: finite(value) for name, value in learner.metrics.items()},
@@ -151,32 +144,6 @@ def _findings(record: RunRecord, learner: LearnerReport, reports: ComponentRepor
     return [*first, *learner.findings]
 
 
-@lru_cache(maxsize=4096)
-def _totals(encoded: bytes) -> Mapping[str, float]:
-    """Return what a metric record adds to each rate; a window's records are decoded once, not by every view."""
-    record = decode_record(encoded)
-    totals = {
-        rate: record.values[name].total
-        for rate, (source, name) in RATE_METRICS.items()
-        if record.source == source and name in record.values
-    }
-    is_step = record.source == "learner" and record.step is not None
-    return {"steps": 1.0, **totals} if is_step else totals
-
-
 def _staleness(learner: LearnerReport, settings: Settings) -> StalenessView:
     mean, highest = learner.metrics.get("staleness"), learner.metrics.get("staleness_max")
     return StalenessView(mean=mean, max=highest, bound=settings.max_staleness)
-
-
-def _rates(records: Iterable[bytes], learner: LearnerReport, now: float, *, can_train: bool) -> RatesView:
-    rates = dict.fromkeys(("steps", *RATE_METRICS), 0.0)
-    for record in records:
-        for rate, total in _totals(record).items():
-            rates[rate] += total / RATE_WINDOW_S
-    step_s = learner.metrics.get("time/step_s", 0.0)
-    if step_s > RATE_WINDOW_S:  # no window holds two such steps: the newest one's rate, until the next is overdue
-        span_s = max(step_s, now - learner.doing.get("since", now))
-        tokens = learner.metrics.get("tokens_trained", 0.0)
-        rates |= {"steps": can_train / span_s, "tokens_trained": can_train * tokens / span_s}
-    return RatesView(**rates)

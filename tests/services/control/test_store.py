@@ -23,7 +23,6 @@ from offbeat.services.control.run import (
 from offbeat.services.control.store import EPOCH_TTL_S, ORPHANED_AFTER_S, REPORT_DUE, RunStore
 from offbeat.services.keys import RunKeys
 from offbeat.services.redis.connection import connect
-from offbeat.services.telemetry import MetricRecord, Partial, encode_record
 from tests.copying import replace
 from tests.services.control.control_fakes import SETTINGS, FakeClock
 
@@ -313,29 +312,6 @@ async def test_observations_come_back(store: RunStore):
     seen = {"learner": Observation(Health.DEAD, "exit code 1", "logs/learner.out", "x")}
     await store.components.set_observations("lake", seen)
     assert await store.components.observations("lake") == seen
-
-
-async def test_all_metrics_of_a_stretch_count_however_many_workers_report_some(store: RunStore):
-    played = encode_record(MetricRecord("rollout", {"episodes": Partial("sum", 1.0)}))
-    async with store.redis.pipeline(transaction=False) as pipe:
-        for _ in range(6_000):
-            pipe.xadd(RunKeys("lake").metrics, {"r": played})
-        await pipe.execute()
-    assert len(await store.components.newest_metrics("lake", 600.0)) == 6_000
-
-
-@pytest.mark.parametrize("ahead_s", [0, 3600])
-async def test_the_newest_metrics_are_those_by_the_clock_of_redis(store: RunStore, ahead_s: int):
-    """Whatever the clock of this host, and after a clock that was an hour ahead has been set right."""
-    now_s = (await store.redis.time())[0] + ahead_s
-    async with store.redis.pipeline(transaction=False) as pipe:
-        for age_s in range(100, 0, -1):
-            pipe.xadd(RunKeys("lake").metrics, {"r": str(age_s)}, id=f"{(now_s - age_s) * 1000}-0")
-        await pipe.execute()
-    ages = [int(each) for each in await store.components.newest_metrics("lake", 60.0)]
-    assert ages[0] in range(2, 62)
-    assert ages == list(range(ages[0], 0, -1))
-    assert await store.components.newest_metrics("sea", 60.0) == []
 
 
 async def test_a_run_started_again_while_it_is_deleted_stays(store: RunStore, monkeypatch: pytest.MonkeyPatch):
