@@ -1,4 +1,4 @@
-"""Checks of `pipeline: rlvr` before the start."""
+"""Checks of `pipeline: rlvr`, and of rewards, before the start."""
 
 import base64
 import json
@@ -16,6 +16,7 @@ from offbeat.envs.dataset.arithmetic import write_problems
 from offbeat.services.chat.vision import encode_png
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig, TinyVisionConfig
 from offbeat.trainer.models.tiny import VISION_TEMPLATE, write_tiny_policy
+from tests.fakes_rollout import SeatsEnv
 from tests.paths import CONFIGS, QUICKSTART
 
 MIXED = "custom_envs.mixed"
@@ -88,7 +89,6 @@ def test_epochs_count_the_rows_of_the_domains(tmp_path: Path):
         ("data.response_key=answer", "data.response_key", "has no effect with pipeline: rlvr"),
         ("val_batch_size=32", "val_batch_size", "each evaluation takes every validation row once"),
         (f"train_env_manager.task_sampler.path={LEVELS}", "train_env_manager.task_sampler", "rows are the tasks"),
-        ("custom_envs.mixed.agent_runner.path=a:b", "custom_envs.mixed.agent_runner", "the policy's own answers"),
     ],
 )  # fmt: skip
 def test_what_can_not_work_is_refused(override: str, path: str | None, message: str, tmp_path: Path):
@@ -101,9 +101,7 @@ def test_what_can_not_work_is_refused(override: str, path: str | None, message: 
 
 def test_rewards_that_are_not_added_can_not_be_compared_one_by_one(tmp_path: Path):
     assert "take weighted in place of product" in refused(tmp_path, "adv_estimator=gdpo", "combine=product")["combine"]
-    with pytest.raises(
-        ConfigError, match=r"adv_estimator: gdpo compares each of the rewards, which pipeline: rlvr has"
-    ):
+    with pytest.raises(ConfigError, match=r"adv_estimator: gdpo compares each of the rewards: name some"):
         load_run(QUICKSTART, ["adv_estimator=gdpo"])
 
 
@@ -116,8 +114,66 @@ def test_keys_of_prompts_have_no_effect_elsewhere(tmp_path: Path):
     write_problems(tmp_path / "rows.jsonl", held_out=False)
     with pytest.raises(ConfigError, match=r"data.prompt_length: has no effect with pipeline: sft"):
         load(tmp_path, "data.prompt_length=24", source=CONFIGS / "sft.yaml")
-    with pytest.raises(ConfigError, match=r"rewards.*has no effect with pipeline=agentic"):
-        load_run(QUICKSTART, ["rewards=[{name: a, kind: math_rule}]"])
+    with pytest.raises(ConfigError, match=r"rewards.*has no effect with pipeline=\"?sft"):
+        load(tmp_path, "rewards=[{name: a, kind: regex, pattern: a}]", source=CONFIGS / "sft.yaml")
+
+
+JUDGE = "{name: judge, kind: llm_judge, url: 'http://127.0.0.1:1/v1', model: m, weight: 0.5, tags: [FrozenLake]}"
+COUNT = "{name: left, kind: regex, pattern: Left}"
+
+
+@pytest.mark.parametrize("pipeline", ["agentic", "online_dpo"])
+def test_episodes_of_envs_have_rewards(pipeline: str):
+    changes = ["pipeline=online_dpo", "~adv_estimator", "~reward_normalization", "~pg_variant", "~pg_clip", "~zero_variance",
+               "~entropy_loss_coef", "~entropy_loss_scheduler_type"] if pipeline == "online_dpo" else []  # fmt: skip
+    config = load_run(QUICKSTART, [f"rewards=[{JUDGE}, {COUNT}]", *changes])
+    assert config.scoring is not None
+    assert [reward.name for reward in config.scoring.of_tag("FrozenLake")] == ["judge", "left"]
+
+
+def test_rewards_of_episodes_can_be_compared_one_by_one():
+    assert load_run(QUICKSTART, [f"rewards=[{JUDGE}, {COUNT}]", "adv_estimator=gdpo"]).reward_weights["judge"] == 0.5
+    with pytest.raises(ConfigError, match="take weighted in place of product"):
+        load_run(QUICKSTART, [f"rewards=[{COUNT}]", "adv_estimator=gdpo", "combine=product"])
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ("{name: a, kind: math_rule}", r"rewards.0.kind: math_rule compares with a row of data"),
+        ("{name: a, kind: ifeval}", r"rewards.0.kind: ifeval compares with a row of data"),
+        ("{name: a, kind: nemo_gym, url: 'http://a'}", r"rewards.0.kind: nemo_gym compares with a row of data"),
+        ("{name: a, kind: regex, pattern: a, tags: [Lake]}", r"rewards: reward 'a': there is no tag 'Lake'; there is Froz"),
+        ("{name: a, kind: function, path: 'nowhere:f'}", r"rewards.0: reward 'a': nowhere:f can't be imported"),
+    ],
+)  # fmt: skip
+def test_rewards_that_can_not_score_episodes_are_refused(reward: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        load_run(QUICKSTART, [f"rewards=[{reward}]"])
+
+
+class WordySeatsEnv(SeatsEnv):
+    words = ("Go", "P", "G", "O", "Left")
+
+
+def test_rewards_of_a_game_of_seats_are_refused():
+    env = f"{{env_type: '{__name__}:WordySeatsEnv', max_steps: 4, max_tokens_per_step: 4, execution: inline}}"
+    changes = ["~warm_start", f"custom_envs.Game={env}", "train_env_manager.tags=[Game]", "val_env_manager.tags=[Game]"]
+    with pytest.raises(
+        ConfigError, match=r"rewards: reward 'left' scores one conversation, and Game has one of each seat"
+    ):
+        load_run(QUICKSTART, [f"rewards=[{COUNT}]", *changes])
+    assert load_run(QUICKSTART, ["rewards=[{name: left, kind: regex, pattern: a, tags: [FrozenLake]}]", *changes[:2]])
+
+
+def test_agents_answer_rows(tmp_path: Path):
+    agents = [
+        f"custom_envs.{tag}.agent_runner.path=tests.played_agents:answers_messages" for tag in ("mixed", "addition")
+    ]
+    assert load(tmp_path, *agents[:1], "data.prompt_length=40").custom_envs["mixed"].agent_runner
+    assert load(tmp_path, *agents, "~data.prompt_length")
+    issues = refused(tmp_path, *agents)
+    assert "agents, which write the prompts" in issues["data.prompt_length"]
 
 
 def test_a_reward_models_folder_is_relative_to_the_services(tmp_path: Path):
