@@ -229,11 +229,11 @@ class CountingEnv(gymnasium.Env[str, str]):
 
 
 class SlowTasksEnv(CountingEnv):
-    """Blocks in `task_id` until `marker` exists; gives up after ten seconds and writes so to `marker`."""
+    """Blocks in `task_id` until `marker` exists; gives up after thirty seconds and writes so to `marker`."""
 
     def __init__(self, marker: str) -> None:
         super().__init__()
-        self.marker, self._until = Path(marker), time.monotonic() + 10.0
+        self.marker, self._until = Path(marker), time.monotonic() + 30.0
 
     def task_id(self, seed: int) -> int:
         while not self.marker.exists() and time.monotonic() < self._until:

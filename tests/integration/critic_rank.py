@@ -63,7 +63,7 @@ def train(out: Path, device: str, overrides: tuple[str, ...]) -> None:
                 if step == STEPS - 1:
                     saved.mkdir()
                     leader.save(saved)
-                    leader.load(saved, leader.kl_coef)
+                    leader.load(saved, leader.kl_coef, lambda *_: None, lambda: False)
                 gauges = leader.train(StepBatch.build(step, GROUPS, config))
                 reported.append({name: each.value for name, each in sorted(gauges.items())})
             weights = {name: tensor.cpu().clone() for name, tensor in leader.tensors()}

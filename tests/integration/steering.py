@@ -78,6 +78,8 @@ def steer(run: Steering) -> int:
     """Change, pause and resume the run; returns the step from which on its new settings hold."""
     assert "learner" in run.offbeat("why")
     assert run.why().endswith(".")
+    # A step whose groups all are without signal has no rate.
+    wait_until_sync(lambda: bool(run.learning_rates()), timeout_s=120)
     run.patch(num_workers=2)
     run.offbeat("set", "learning_rate=5e-4", "max_staleness=2", "temperature=0.8", "num_env_groups=6")
     view = run.until(lambda v: len(v["changes"]) == 2 and v["changes"][1]["from_step"] is not None)
@@ -90,7 +92,6 @@ def steer(run: Steering) -> int:
         "max_staleness": 2.0,
         "num_env_groups": 6,
     }
-    # A step whose groups all are without signal has no rate.
     wait_until_sync(lambda: any(step > first for step in run.learning_rates()), timeout_s=120)
     rates = run.learning_rates()
     assert {rate for step, rate in rates.items() if step <= first} == {1e-3}, (first, rates)

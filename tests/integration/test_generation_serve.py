@@ -7,6 +7,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -217,13 +218,18 @@ async def test_a_turn_of_the_learner_interrupts_answers_whose_tokens_are_kept(
 ) -> None:
     """They end under the weights that were published in the turn, computed anew for the tokens of before."""
     await wait_until(lambda: serves(mesh.version))
-    before, requests = mesh.version, [mesh.request(max_new_tokens=400) for _ in range(8)]
-    answers = asyncio.create_task(generate(client, *requests))
-    await wait_until(lambda: is_running(8))
-    await generate(client, mesh.request())
+    before = mesh.version
     turns = LearnerTurns(mesh.redis, RUN, "", 1, lease_s=2 * RESTART_S)
-    assert await asyncio.to_thread(turns.begin, lambda: False)
-    assert await is_running(0)
+    for _ in range(5):
+        requests = [mesh.request(max_new_tokens=400) for _ in range(8)]
+        answers = asyncio.create_task(generate(client, *requests))
+        await wait_until(partial(have_begun, answers))
+        await generate(client, mesh.request())
+        assert await asyncio.to_thread(turns.begin, lambda: False)
+        assert await is_running(0)
+        if not answers.done():
+            break
+        turns.end()  # too late for answers of a second or two
     late = asyncio.create_task(generate(client, mesh.request()))
     version = mesh.publish()
     assert not answers.done()
@@ -241,6 +247,10 @@ async def test_a_turn_of_the_learner_interrupts_answers_whose_tokens_are_kept(
 
 async def is_running(count: int) -> bool:
     return (await status())["running"] == count
+
+
+async def have_begun(answers: asyncio.Task[list[Completion]]) -> bool:
+    return answers.done() or await is_running(8)
 
 
 async def test_the_replica_reports_what_it_did_and_the_broker_how_far_it_lags(

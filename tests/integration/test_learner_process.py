@@ -176,7 +176,7 @@ def test_a_hung_learner_exits_and_its_successor_trains_all(
     """Its lease is renewed all the while: no other check would notice."""
     monkeypatch.setitem(ENVIRONMENT, "HANGS_ONCE", str(tmp_path / "hung"))
     hangs = ("zero_variance=mask", "group_filter_cls=tests.integration.hanging_filter:HangsOnce", "eval_steps=0")
-    with a_run(redis_server, tmp_path, "hangs", (*hangs, "actor_train.backend_timeout=0.1", "max_steps=3")) as run:
+    with a_run(redis_server, tmp_path, "hangs", (*hangs, "actor_train.backend_timeout=0.25", "max_steps=3")) as run:
         assert run.start().wait(timeout=240) == EXIT_HUNG
         assert "hanging_filter.py" in (run.config.output_dir / "logs" / "learner.log").read_text(), "it names the file"
         assert run.counters().trained < 6
@@ -202,7 +202,7 @@ def test_a_learner_waits_for_a_read_only_redis_and_trains_once(
     redis_server: str, tmp_path: Path, undisturbed: Run
 ) -> None:
     """For longer than its patience, than its lease, and than its main thread may come no further."""
-    hung_s = 6.0
+    hung_s = 15.0
     with a_run(redis_server, tmp_path, "refused", [f"actor_train.backend_timeout={hung_s / 60}"]) as run:
         learner = run.start(patience_s=0.5)
         wait_until_sync(lambda: run.published() >= 2, timeout_s=240)

@@ -275,6 +275,8 @@ def test_a_sampling_client_goes_to_other_processes(clients: Clients) -> None:
     with ThreadPoolExecutor(len(copies)) as pool:
         for answer in pool.map(lambda copy: sample(copy, temperature=0.0), copies):
             assert list(answer.sequences[0].tokens) == list(whole.tokens)
+    for copy in copies:  # or its session's heartbeat ends with the process
+        copy.holder.close()
 
 
 def test_a_session_has_its_name_and_metadata(server: RunningServer) -> None:

@@ -18,16 +18,17 @@ from offbeat.services.redis.lease import LearnerLease
 from tests.waiting import wait_until
 
 KEYS = RunKeys("run")
-LEASE_S = 1.0
+LEASE_S = 6.0
+"""Renewed four times as often, by a process that may not be scheduled for seconds."""
 LEARNER = """
 import sys, time
 from redis import Redis
 from offbeat.services.device_turns import LearnerTurns
 from offbeat.services.redis.lease import LearnerLease
 redis = Redis.from_url(sys.argv[1])
-lease = LearnerLease(redis, "run", "victim", 1.0)
+lease = LearnerLease(redis, "run", "victim", 3.0)
 lease.acquire()
-LearnerTurns(redis, "run", "", lease.epoch, 1.0).begin(lambda: False)
+LearnerTurns(redis, "run", "", lease.epoch, 3.0).begin(lambda: False)
 print("training", flush=True)
 time.sleep(600)
 """

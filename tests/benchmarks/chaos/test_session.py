@@ -116,20 +116,20 @@ def test_proxied_connections_are_delayed_silenced_torn_and_cut(tmp_path: Path):
     program = proxy.write_server_script(orders / "server", server_binary(None), orders)
     with (
         EmbeddedRedis(tmp_path / "redis", RedisConfig(server=program)) as server,
-        Redis.from_url(server.url, socket_timeout=0.5, retry=Retry(NoBackoff(), 0)) as client,
+        Redis.from_url(server.url, socket_timeout=3.0, retry=Retry(NoBackoff(), 0)) as client,
     ):
         assert client.set("key", "x" * 100_000)
         assert "redis-server" in psutil.Process(server.pid).name()
-        slow = order(orders, "delayed", 0.7)
+        slow = order(orders, "delayed", 3.5)
         with pytest.raises(RedisTimeoutError):
             wait_until_sync(lambda: not client.ping())
         slow.unlink()
         wait_until_sync(lambda: answers(client))
-        order(orders, "silent", 1.0)
+        order(orders, "silent", 5.0)
         with pytest.raises(RedisTimeoutError):
             wait_until_sync(lambda: not client.ping())
         wait_until_sync(lambda: answers(client))
-        order(orders, "torn", 0.2)
+        order(orders, "torn", 2.0)
         with pytest.raises(RedisConnectionError):
             wait_until_sync(lambda: not client.get("key"))
         wait_until_sync(lambda: answers(client))

@@ -38,7 +38,7 @@ time.sleep(%d)
 def test_a_daemon_that_ignores_every_signal_ends_with_its_program(layers: tuple[Layer, ...], stays_s: int):
     mark = f"offbeat-daemon-{os.getpid()}-{stays_s}-{len(layers)}"
     code = LEAVES % ("/usr/bin/sleep", mark, stays_s)
-    limits = Limits(timeout_s=4, max_processes=8)
+    limits = Limits(timeout_s=12, max_processes=8)
     assert attack(code, layers, limits) == "left"
     wait_until_sync(lambda: not running(mark))
 

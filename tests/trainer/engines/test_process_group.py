@@ -14,6 +14,8 @@ OF_TWO = """
 import sys, time
 import torch, torch.distributed as dist
 from offbeat.trainer.engines.process_group import broadcast, process_group, ranks_of_environment
+print("imported", flush=True)
+sys.stdin.readline()
 with process_group(ranks_of_environment("cpu"), timeout_min=0.05) as ranks:
     if ranks.rank == 0:
         time.sleep(6)
@@ -46,6 +48,7 @@ def test_commands_have_a_long_timeout_and_collectives_a_short_one() -> None:
         subprocess.Popen(
             [sys.executable, "-c", OF_TWO],
             env={**os.environ, **address, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -53,6 +56,13 @@ def test_commands_have_a_long_timeout_and_collectives_a_short_one() -> None:
         for rank in (0, 1)
     ]
     try:
+        for process in pair:  # their limit of 3 s counts from here on
+            assert process.stdout is not None
+            assert process.stdout.readline() == "imported\n"
+        for process in pair:
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
         said, complained = pair[0].communicate(timeout=120)
         assert pair[0].returncode == 1
         assert said == "waiting\n"
