@@ -13,13 +13,19 @@ from typing import Any, Literal
 import torch
 from peft import PeftModel
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.play.policy import policy_folder
 from offbeat.services.chat.append_only import load_chat_format
 from offbeat.services.chat.vision import model_family
+from offbeat.services.generation.checkpoint_names import checkpoint_tensors
 from offbeat.trainer.models.export import copy_model_files, export_weights
 
 ADAPTER = "adapter"
@@ -135,7 +141,8 @@ def _copy_files(checkpoint: Path, folder: Path, without: tuple[str, ...] = ()) -
 def _write_weights(checkpoint: Path, folder: Path, dtype: Dtype | None) -> str:
     kept = dtype or _dtype_of(checkpoint)
     target = getattr(torch, kept)
-    tensors = _tensors(checkpoint)
+    config = AutoConfig.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
+    tensors = checkpoint_tensors(config, _tensors(checkpoint))
     export_weights(
         folder,
         ((name, tensor.to(target) if dtype and tensor.is_floating_point() else tensor) for name, tensor in tensors),

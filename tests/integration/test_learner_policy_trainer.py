@@ -9,13 +9,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from offbeat.deploy import run_folder, run_setup
 from offbeat.deploy.config.loader import load_run
 from offbeat.deploy.model_export import export_adapter
+from offbeat.envs.frozen_lake.env import WORDS
 from offbeat.services.errors import ControlError
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
+from offbeat.trainer.models.lora import named_weights
+from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.training.batch_log import BatchLog
 from offbeat.trainer.training.checkpoint import LearnerState
@@ -23,6 +28,7 @@ from offbeat.trainer.training.checkpoint_store import CheckpointStore
 from offbeat.trainer.training.policy_trainer import PolicyTrainer
 from offbeat.trainer.training.reproduction import find_plan, reproduce
 from tests.fakes import make_group, train_on
+from tests.families import write_family
 from tests.integration.steering import OFFBEAT
 from tests.paths import CONFIGS
 from tests.trainer.engines.payload import Payload
@@ -106,6 +112,30 @@ def test_a_trainer_brought_back_continues_exactly(tmp_path: Path, ranks: Ranks, 
     assert_equal(weights(trainer), weights(again))
     assert again.kl_coef == trainer.kl_coef
     assert found == expected
+
+
+@pytest.mark.parametrize("overrides", [(), ("actor_train.model_args.lora_target=all-linear",)])
+def test_a_mixtures_checkpoint_has_the_names_of_published_models(
+    tmp_path: Path, ranks: Ranks, overrides: tuple[str, ...]
+) -> None:
+    """As vLLM's models load it; in memory experts are stacked."""
+    published = tmp_path / "published"
+    write_tiny_policy(published, TinyPolicyConfig(), WORDS)
+    write_family(published, "mixtral", max_position_embeddings=512)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(published)).save_pretrained(published)
+    run = run_of(
+        tmp_path / "run",
+        (f"pretrain={published}", "~tiny", "actor_infer.strategy_args.strategy_name=hf_infer", *overrides),
+    )
+    trainer = begun(run, ranks)
+    train_on(trainer, GROUPS, 0)
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    trainer.save(saved)
+    names = [load_file(folder / "model.safetensors").keys() for folder in (published, saved)]
+    assert names[0] == names[1]
+    loaded = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+    assert_equal({name: each.detach() for name, each in named_weights(loaded)}, weights(trainer))
 
 
 @pytest.mark.parametrize("overrides", [(), STAGE_3, FSDP2], ids=["whole", "sharded", "fsdp2"])

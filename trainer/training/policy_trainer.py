@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from offbeat.services.chat.append_only import load_chat_format
+from offbeat.services.generation.checkpoint_names import checkpoint_tensors
 from offbeat.services.messages.types import Group
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.config.roles import InferStrategyArgs, RoleModelArgs
@@ -376,7 +377,7 @@ class PolicyTrainer:
             copy_model_files(self._run.model_folder, folder)
             if isinstance(self._model, PackedRewardModel):
                 self._model.write_config(folder)
-            export_weights(folder, tensors)
+            export_weights(folder, checkpoint_tensors(self._model.model.config, tensors))
         else:
             for _ in tensors:
                 pass

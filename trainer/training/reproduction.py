@@ -14,8 +14,10 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoConfig
 
 from offbeat.services.errors import ControlError
+from offbeat.services.generation.checkpoint_names import checkpoint_tensors
 from offbeat.services.messages.types import Group
 from offbeat.trainer.checks.function_keys import user_functions
 from offbeat.trainer.config.aliases import canonical_json
@@ -263,8 +265,10 @@ def _surviving_checkpoints(folder: Path) -> dict[int, Checkpoint]:
 
 
 def _compare(step: int, trainer: PolicyTrainer, checkpoint: Path) -> WeightComparison:
-    saved = {name: tensor for path in checkpoint.glob("*.safetensors") for name, tensor in load_file(path).items()}
-    reproduced = {name: tensor.cpu() for name, tensor in trainer.exported_tensors()}
+    config = AutoConfig.from_pretrained(checkpoint, local_files_only=True, trust_remote_code=False)
+    files = [each for path in checkpoint.glob("*.safetensors") for each in load_file(path).items()]
+    saved = dict(checkpoint_tensors(config, files))  # earlier builds wrote the names in memory
+    reproduced = dict(checkpoint_tensors(config, ((name, each.cpu()) for name, each in trainer.exported_tensors())))
     shared = reproduced.keys() & saved.keys()
     all_equal = all(torch.equal(reproduced[name], saved[name]) for name in shared)
     equal = reproduced.keys() == saved.keys() and all_equal

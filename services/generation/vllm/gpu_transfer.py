@@ -12,7 +12,7 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_consumer, packed_nccl_broadcast_consumer
 
-from offbeat.services.generation.vllm.checkpoint_names import checkpoint_tensors
+from offbeat.services.generation.checkpoint_names import engine_tensors
 from offbeat.services.generation.vllm.loading import LoadError, finish_reload
 from offbeat.services.weights.transports.device import checksum
 
@@ -28,7 +28,7 @@ class TensorIntake:
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         tensors = list(tensors)
         self._sum += int(checksum(tensors).partition(":")[2], 16)
-        self._loaded |= set(self._model.load_weights(checkpoint_tensors(self._model_config.hf_config, tensors)))
+        self._loaded |= set(self._model.load_weights(engine_tensors(self._model_config.hf_config, tensors)))
         torch.cuda.current_stream().synchronize()  # another buffer's stream may complete a layer that began here
 
     def finish(self, digest: str) -> None:

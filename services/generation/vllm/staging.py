@@ -17,8 +17,8 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
 from vllm.platforms import current_platform
 
+from offbeat.services.generation.checkpoint_names import engine_tensors
 from offbeat.services.generation.tensor_file import TensorFile
-from offbeat.services.generation.vllm.checkpoint_names import checkpoint_tensors
 from offbeat.services.generation.vllm.loading import compare, finish_reload
 
 SLICE_S = (0.002, 0.05)
@@ -86,7 +86,7 @@ class Staging:
         with TensorFile(path) as file:
             for names in _by_layer(file.names()):
                 tensors = ((name, file.get_tensor(name)) for name in names)
-                loaded |= set(twin.load_weights(checkpoint_tensors(self._config.model_config.hf_config, tensors)))
+                loaded |= set(twin.load_weights(engine_tensors(self._config.model_config.hf_config, tensors)))
                 yield
             finish_reload(twin, self._config.model_config, expected, loaded)
             yield

@@ -21,9 +21,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 from vllm.v1.worker.gpu_worker import Worker
 
+from offbeat.services.generation.checkpoint_names import engine_tensors
 from offbeat.services.generation.tensor_file import TensorFile
 from offbeat.services.generation.vllm import cpu_kernels
-from offbeat.services.generation.vllm.checkpoint_names import checkpoint_tensors
 from offbeat.services.generation.vllm.loading import compare, finish_reload
 from offbeat.services.generation.vllm.lora import (
     BASE,
@@ -67,7 +67,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         """
         expected = {name for name, _ in self.model.named_parameters()}
         with TensorFile(update_info.path) as file:
-            loaded = self.model.load_weights(checkpoint_tensors(self.model_config.hf_config, file.items()))
+            loaded = self.model.load_weights(engine_tensors(self.model_config.hf_config, file.items()))
             finish_reload(self.model, self.model_config, expected, set(loaded))
             for _ in compare(self.model, file):
                 pass

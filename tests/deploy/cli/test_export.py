@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import CliRunner, Result
 
@@ -14,7 +15,7 @@ from offbeat.deploy.cli.app import app
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.models.export import copy_model_files, export_weights
 from offbeat.trainer.models.loading import load_policy, load_reward_model
-from offbeat.trainer.models.lora import FACTORS, merged_weights, save_adapter, unmerged_weights
+from offbeat.trainer.models.lora import FACTORS, merged_weights, named_weights, save_adapter, unmerged_weights
 from tests.families import write_family
 
 ARGS = ModelArgs(lora_target="all-linear", lora_rank=3, lora_alpha=5.0)
@@ -73,6 +74,23 @@ def test_merged_weights_are_those_of_the_checkpoint(run: Path, tmp_path: Path, d
     assert AutoModelForCausalLM.from_pretrained(out, dtype="auto").dtype == kind
     assert AutoTokenizer.from_pretrained(out).chat_template == AutoTokenizer.from_pretrained(checkpoint).chat_template
     assert not (out / "learner.json").exists()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "qwen3_moe"])
+def test_experts_of_an_export_have_the_names_of_published_models(run: Path, tmp_path: Path, family: str):
+    """Checkpoints of earlier builds have the stacked ones of transformers' models in memory, which vLLM's do not load."""
+    checkpoint, published = run / "checkpoints" / "step-000004", tmp_path / "published"
+    write_family(published, family)
+    shutil.copy(published / "config.json", checkpoint)
+    policy = load_policy(published, ModelArgs(), seed=0)
+    export_weights(checkpoint, named_weights(policy.model))
+    assert any(name.endswith("experts.gate_up_proj") for name in load_file(checkpoint / "model.safetensors"))
+    done = offbeat("export", checkpoint, "-o", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    policy.model.save_pretrained(published)
+    expected, exported = (load_file(path / "model.safetensors") for path in (published, tmp_path / "out"))
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[name], each) for name, each in expected.items())
 
 
 def test_a_checkpoint_without_its_buffers_is_not_exported(run: Path, tmp_path: Path):

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from offbeat.services.generation.vllm.checkpoint_names import FUSED, checkpoint_tensors
+from offbeat.services.generation.checkpoint_names import FUSED, checkpoint_tensors, engine_tensors
 from offbeat.services.process import free_port
 from offbeat.trainer.models.lora import named_weights
 from tests.families import EXPERTS, LATENT, ROUTED, write_family
@@ -104,11 +104,12 @@ def test_vllm_loads_what_a_learner_publishes_as_a_checkpoint(tmp_path: Path, fam
     config_file.write_text(json.dumps(json.loads(config_file.read_text()) | PUBLISHED.get(family, {})))
     checkpoint = load_file(tmp_path / "model.safetensors")
     published = {name: each.detach() for name, each in named_weights(model)}
-    tensors = dict(checkpoint_tensors(model.config, published.items()))
+    written = dict(checkpoint_tensors(model.config, published.items()))
+    assert written.keys() == checkpoint.keys()
+    assert all(torch.equal(written[name], each) for name, each in checkpoint.items())
+    assert dict(checkpoint_tensors(model.config, checkpoint.items())).keys() == checkpoint.keys()
+    tensors = dict(engine_tensors(model.config, published.items()))
     assert (tensors.keys() == checkpoint.keys()) is (family not in FUSED)
-    if family not in FUSED:
-        assert all(torch.equal(tensors[name], each) for name, each in checkpoint.items())
-        assert dict(checkpoint_tensors(model.config, checkpoint.items())).keys() == checkpoint.keys()
     expected, loaded = load(tmp_path, checkpoint), load(tmp_path, tensors)
     assert not any(each.isnan().any() for each in loaded.values())
     assert all(torch.equal(loaded[name], each) for name, each in expected.items())

@@ -1,4 +1,4 @@
-"""Weights by the names of checkpoints, which vLLM's models load; learners have those of transformers' models in memory.
+"""Weights by the names of checkpoints, which other programs load; learners have those of transformers' models in memory.
 
 Invariant: a tensor that has its checkpoint's name already keeps it. Tensors that a checkpoint fuses are not joined.
 """
@@ -28,9 +28,14 @@ FUSED = {
 """Families whose stacked experts vLLM takes as they are, which is faster than one by one."""
 
 
+def engine_tensors(config: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield a model's weights as vLLM's model loads them: by a checkpoint's names, or stacked. config: of transformers"""
+    yield from tensors if config.model_type in FUSED else checkpoint_tensors(config, tensors)
+
+
 def checkpoint_tensors(config: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield a model's weights as `save_pretrained` writes them, with experts one by one. config: of transformers"""
-    mapping = None if config.model_type in FUSED else get_checkpoint_conversion_mapping(config.model_type)
+    mapping = get_checkpoint_conversion_mapping(config.model_type)
     # As transformers does for models that it has not loaded: a prefix that no name had would be added
     conversions = [each for each in mapping or () if not isinstance(each, PrefixChange)]
     if not conversions:
