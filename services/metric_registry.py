@@ -346,6 +346,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("scoring", "{role}/queue_depth", "groups", "Complete groups without this role's score, at most."),
     Metric("trackers", "{tracker}/failures", "failures", "Times that a tracker accepted no rows."),
     Metric("trackers", "{tracker}/refused", "rows", "Rows that a tracker rejected for good."),
+    Metric(
+        "trackers", "metrics_lost_s", "s", "Time whose records Redis trimmed or lost before `metrics.jsonl` had them."
+    ),
     Metric("command", "began", "s", "Start of the command (Unix time)."),
 )
 

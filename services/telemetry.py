@@ -19,7 +19,10 @@ from offbeat.services.metric_registry import current_names
 from offbeat.services.redis.run_writes import AsyncRunWrites, RunWrites
 from offbeat.services.text_samples import TextSample, sample_from_row, sample_to_row
 
-MAX_METRIC_RECORDS = 200_000
+MAX_METRIC_RECORDS = 500_000
+"""In Redis, while no learner copies them to `metrics.jsonl`."""
+KEPT_METRIC_RECORDS = 200_000
+"""In Redis, of those that are in `metrics.jsonl`."""
 CHATTY_LOGGERS = ("httpx", "httpcore")
 """A line per request, which is one per turn of an engine by HTTP and one per score of a judge."""
 
@@ -155,6 +158,18 @@ class RedisMetrics:
         """Yield (id, record) after `after`, waiting up to `block_ms` for the first. Raises `CodecError`."""
         for entry_id, encoded in self.read_encoded(after, block_ms=block_ms, count=count):
             yield entry_id, decode_record(encoded)
+
+    def seconds_missing(self, after: str) -> float | None:
+        """Return the time between `after` and the oldest record, if Redis may have trimmed or lost records in between."""
+        if self._redis.xrange(self._key, max=after, count=1):
+            return None  # trimming starts with the oldest
+        oldest = cast(list[Any], self._redis.xrange(self._key, count=1))
+        if not oldest:
+            return None
+        return (int(oldest[0][0].partition(b"-")[0]) - int(after.partition("-")[0])) / 1000
+
+    def trim(self, kept: int) -> None:
+        self._redis.xtrim(self._key, maxlen=kept)
 
     def read_encoded(
         self, after: str = "0", *, block_ms: int | None = None, count: int = 1000

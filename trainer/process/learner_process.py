@@ -269,7 +269,7 @@ class LearnerProcess:
             with (
                 closing(ledger),
                 TrackerProcesses(make_start_messages(run, resumed_step), self._view.print, self._metrics) as trackers,
-                MetricsWriter(self._redis, run.run_id, run.output_dir, names, resumed_step, kwargs, logged),
+                MetricsWriter(self._redis, run.run_id, run.output_dir, names, resumed_step, kwargs, logged, run.uid),
                 LedgerThread(self._redis, run.run_id, run.output_dir),
                 IncarnationWatch(buffer),
                 rendered_evaluations(run),

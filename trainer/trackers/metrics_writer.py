@@ -1,6 +1,7 @@
 """Thread that writes metrics to `metrics.jsonl` and in-learner trackers.
 
-Invariant: each record is written once, across restarts (the last line holds the position).
+Invariant: each record is written once, across restarts (the last line holds the position). A record tells of those that
+Redis trimmed while there was no writer.
 """
 
 import logging
@@ -16,7 +17,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from offbeat.services.errors import CodecError
-from offbeat.services.telemetry import MetricRecord, RedisMetrics, decode_record
+from offbeat.services.telemetry import KEPT_METRIC_RECORDS, MetricRecord, Partial, RedisMetrics, decode_record
 from offbeat.services.threads import Follower
 from offbeat.trainer.trackers.base import LoggedSteps, Row, TrackedRun, Tracker, make_row
 from offbeat.trainer.trackers.metrics_file import METRICS_FILE, MetricsFile, id_order
@@ -26,6 +27,10 @@ logger = logging.getLogger(__name__)
 
 BLOCK_MS = 500
 RETRY_S = 1.0
+PAGE_SIZE = 1000
+TRIM_INTERVAL_S = 10.0
+MIN_GAP_S = 1.0
+"""Workers and replicas write a record each second."""
 MAX_TRACKER_RETRY_S = 60.0
 """The first wait is `RETRY_S`, each the double of the last; each try may leave an empty file."""
 MAX_WAITING_ROWS = 10_000
@@ -42,11 +47,12 @@ class MetricsWriter(Follower):
         resumed_step: int,
         kwargs: Mapping[str, Mapping[str, JsonValue]] | None = None,
         logged: LoggedSteps | None = None,
+        uid: str = "",
     ) -> None:
         """names, kwargs: `track_with` and `tracker_kwargs`, of which in-learner trackers are used. logged: steps for
         trackers; None: all.
         """
-        self._stream = RedisMetrics(redis, run_id)
+        self._stream = RedisMetrics(redis, run_id, uid)
         self._run_id = run_id
         self._output_dir = output_dir
         self._names = [name for name in names if name in IN_LEARNER]
@@ -56,6 +62,8 @@ class MetricsWriter(Follower):
         self._unsent: list[tuple[str, MetricRecord]] = []
         """Read, but neither known to be in the file nor sent to trackers."""
         self._has_left_out = False
+        self._is_gap_checked = False
+        self._trimmed_at = 0.0
         super().__init__("trackers")
 
     def _follow(self) -> None:
@@ -79,6 +87,7 @@ class MetricsWriter(Follower):
     def _write_until_stopped(self, trackers: Sequence["_GuardedTracker"]) -> None:
         with closing(MetricsFile(self._output_dir / METRICS_FILE)) as file:
             position = file.position
+            self._is_gap_checked = position == "0"
             # A write that was cut short has kept its first lines, which are not read again
             self._send([each for each in self._unsent if id_order(each[0]) <= id_order(position)], trackers)
             while True:
@@ -99,7 +108,8 @@ class MetricsWriter(Follower):
         """Write records after `position`, to the file first; return the new position and their number."""
         self._unsent, count = [], 0
         try:
-            for entry_id, encoded in self._stream.read_encoded(position, block_ms=block_ms):
+            self._report_gap(position)
+            for entry_id, encoded in self._stream.read_encoded(position, block_ms=block_ms, count=PAGE_SIZE):
                 position, count = entry_id, count + 1
                 if (record := self._decode(entry_id, encoded)) is not None:
                     file.write(entry_id, record)
@@ -109,7 +119,27 @@ class MetricsWriter(Follower):
             self._stop.wait(RETRY_S)
         file.flush()
         self._send(self._unsent, trackers)
+        if count < PAGE_SIZE:
+            self._trim()
         return position, count
+
+    def _report_gap(self, position: str) -> None:
+        """Report records after `position` that Redis no longer has, as a record of their own; once per position."""
+        if self._is_gap_checked:
+            return
+        missing_s = self._stream.seconds_missing(position)
+        if missing_s is not None and missing_s >= MIN_GAP_S:
+            logger.warning("metric records of %.0f s are missing: Redis trimmed or lost them uncopied", missing_s)
+            record = MetricRecord("trackers", {"metrics_lost_s": Partial("sum", missing_s)})
+            self._stream.append(record, once=f"metrics lost after {position}")
+        self._is_gap_checked = True
+
+    def _trim(self) -> None:
+        if time.monotonic() < self._trimmed_at + TRIM_INTERVAL_S:
+            return
+        with suppress(RedisError):  # the next read reports it
+            self._stream.trim(KEPT_METRIC_RECORDS)
+        self._trimmed_at = time.monotonic()
 
     def _decode(self, entry_id: str, encoded: bytes) -> MetricRecord | None:
         try:

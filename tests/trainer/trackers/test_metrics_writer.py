@@ -22,6 +22,7 @@ from offbeat.services.telemetry import (
 )
 from offbeat.services.text_samples import TextSample
 from offbeat.trainer.learner.step_ledger import StepLedger
+from offbeat.trainer.trackers import metrics_writer
 from offbeat.trainer.trackers.base import LoggedSteps
 from offbeat.trainer.trackers.metrics_file import MetricsFile, read_records
 from offbeat.trainer.trackers.metrics_writer import MetricsWriter
@@ -311,3 +312,42 @@ def test_a_promoted_redis_whose_clock_is_behind_continues_the_file(redis_url: st
         with MetricsWriter(redis, "run", tmp_path, [], 0):
             RedisMetrics(redis, "run").append(record(8, 1.0))
     assert [row["step"] for row in read_records(tmp_path / "metrics.jsonl")] == [7, 8]
+
+
+def test_records_that_redis_trimmed_uncopied_are_reported_once(redis_url: str, tmp_path: Path) -> None:
+    """The learner was away for longer than the stream reaches back."""
+    with Redis.from_url(redis_url) as redis:
+        sink, key = RedisMetrics(redis, "run"), RunKeys("run").metrics
+        with MetricsWriter(redis, "run", tmp_path, [], 0):
+            sink.append(record(1, 0.25))
+        copied_ms = int(rows(tmp_path)[0]["id"].partition("-")[0])
+        for age_s in (100, 200, 300):
+            blob = redis.xrange(key, count=1)[0][1][b"r"]  # pyright: ignore[reportIndexIssue]
+            redis.xadd(key, {"r": blob}, id=f"{copied_ms + 1000 * age_s}-0")
+        with MetricsWriter(redis, "run", tmp_path, [], 0):
+            pass
+        assert len(rows(tmp_path)) == 4, "nothing is missing as long as the copied one is there"
+        redis.xadd(key, {"r": blob}, id=f"{copied_ms + 400_000}-0")
+        redis.xadd(key, {"r": blob}, id=f"{copied_ms + 500_000}-0")
+        redis.xtrim(key, maxlen=1, approximate=False)
+        for _ in range(2):
+            with MetricsWriter(redis, "run", tmp_path, [], 0):
+                pass
+    lost = [row for row in rows(tmp_path) if row["source"] == "trackers"]
+    assert [row["values"] for row in lost] == [{"metrics_lost_s": 200.0}]
+    assert len(rows(tmp_path)) == 6
+
+
+def test_copied_records_leave_redis_and_others_do_not(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_writer, "KEPT_METRIC_RECORDS", 10)
+    monkeypatch.setattr(metrics_writer, "TRIM_INTERVAL_S", 0.0)
+    with Redis.from_url(redis_url) as redis:
+        sink, key = RedisMetrics(redis, "run"), RunKeys("run").metrics
+        for step in range(500):
+            sink.append(record(step, 0.25))
+        assert redis.xlen(key) == 500
+        with MetricsWriter(redis, "run", tmp_path, [], 0):
+            wait_until_sync(lambda: len(redis.xrange(key)) < 200)  # pyright: ignore[reportArgumentType]
+    assert [row["step"] for row in rows(tmp_path)] == list(range(500))
