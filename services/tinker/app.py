@@ -18,11 +18,13 @@ from redis import exceptions as redis_errors
 from offbeat.services.control.auth import is_from_this_host
 from offbeat.services.errors import RetryableError
 from offbeat.services.redis.errors import complaint
+from offbeat.services.tinker.body_limits import BodyLimits
 from offbeat.services.tinker.config import TinkerConfig
 from offbeat.services.tinker.errors import ForbiddenError, NotFoundError, TinkerError
 from offbeat.services.tinker.exposition import expose
 from offbeat.services.tinker.listings import TinkerListings
 from offbeat.services.tinker.owners import Keys
+from offbeat.services.tinker.refusals import check_metadata
 from offbeat.services.tinker.refused_routes import NO_PROJECTS, add_refused
 from offbeat.services.tinker.schemas import (
     CheckpointBody,
@@ -49,8 +51,6 @@ logger = logging.getLogger(__name__)
 OUTAGES = (redis_errors.ConnectionError, redis_errors.TimeoutError)
 """Also of a Redis that refuses writes; other errors of redis-py are no outage."""
 PROTOBUF = "application/x-protobuf"
-MAX_BODY_BYTES = 256 << 20
-"""Larger ones are not read, and leave a gap in their model's sequence."""
 Json = dict[str, Any]
 Offset = Annotated[int, Query(ge=0)]
 Limit = Annotated[int, Query(ge=1, le=1000)]
@@ -88,6 +88,7 @@ def create_app(service: TinkerService, keys: Keys, config: TinkerConfig) -> Fast
 
     app = FastAPI(title="Offbeat: Tinker's API", lifespan=lifespan)
     app.state.service, app.state.keys, app.state.config = service, keys, config
+    app.add_middleware(BodyLimits, check_key=lambda request: _owner(request, request.headers.get("x-api-key", "")))
     app.include_router(router)
     app.add_exception_handler(TinkerError, _refuse)
     app.add_exception_handler(RequestValidationError, _refuse_body)
@@ -158,6 +159,7 @@ async def get_server_capabilities(_: Owner, service: Service) -> Json:
 
 @router.post("/create_session")
 async def create_session(owner: Owner, service: Service, body: CreateSessionBody) -> Json:
+    check_metadata(body.user_metadata)
     session_id = await service.records.create_session(owner, body.user_metadata, body.display_name)
     return {"type": "create_session", "session_id": session_id}
 
@@ -201,7 +203,7 @@ async def get_info(owner: Owner, service: Service, body: ModelBody) -> Json:
 
 @router.post("/forward_backward")
 async def forward_backward(owner: Owner, service: Service, request: Request) -> Json:
-    return _future(await service.forward_backward(owner, await _read_body(request)))
+    return _future(await service.forward_backward(owner, await request.body()))
 
 
 @router.post("/optim_step")
@@ -367,12 +369,3 @@ async def storage(owner: Owner, listings: Listings) -> Json:
 @router.get("/checkpoints")
 async def checkpoints(owner: Owner, listings: Listings, offset: Offset = 0, limit: Limit = 100) -> Json:
     return await listings.checkpoints(owner, offset, limit)
-
-
-async def _read_body(request: Request) -> bytes:
-    content = bytearray()
-    async for chunk in request.stream():
-        content += chunk
-        if len(content) > MAX_BODY_BYTES:
-            raise TinkerError(f"the body has more than {MAX_BODY_BYTES >> 20} MiB: send fewer sequences at once")
-    return bytes(content)

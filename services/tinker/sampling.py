@@ -162,6 +162,13 @@ def prompt_tokens(body: SampleBody) -> tuple[int, ...]:
     return tuple(tokens)
 
 
+def count_top(body: SampleBody, context: int) -> int:
+    """Return how many likely tokens a sample may have. context: of the model."""
+    prompt = sum(len(chunk.tokens or ()) for chunk in body.prompt.chunks)
+    longest = min(body.sampling_params.max_tokens or context, max(context - prompt, 0))
+    return body.num_samples * longest * body.topk_sample_logprobs + prompt * body.topk_prompt_logprobs
+
+
 def _sequence(answer: TopCompletion) -> SampledSequence:
     completion = answer.completion
     if completion.error:

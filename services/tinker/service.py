@@ -17,7 +17,7 @@ from offbeat.services.tinker.checkpoints import CheckpointExpiry, Checkpoints
 from offbeat.services.tinker.config import TinkerConfig
 from offbeat.services.tinker.errors import GoneError, NotFoundError, TinkerError
 from offbeat.services.tinker.expiry import ResultExpiry, SessionExpiry
-from offbeat.services.tinker.futures import SampleFutures
+from offbeat.services.tinker.futures import MAX_TOP_VALUES, SampleFutures, SampleSize
 from offbeat.services.tinker.owned_records import OwnedRecords
 from offbeat.services.tinker.records import (
     AdapterVersion,
@@ -37,8 +37,8 @@ from offbeat.services.tinker.records import (
     SaveWeights,
     request_id_of,
 )
-from offbeat.services.tinker.refusals import read_adam, refuse_name, refuse_ttl
-from offbeat.services.tinker.sampling import Sampler, prompt_tokens
+from offbeat.services.tinker.refusals import check_metadata, read_adam, refuse_metadata, refuse_name, refuse_ttl
+from offbeat.services.tinker.sampling import Sampler, count_top, prompt_tokens
 from offbeat.services.tinker.schemas import (
     CreateModelBody,
     CreateSamplerBody,
@@ -199,7 +199,13 @@ class TinkerService:
         """Start sampling; return the request's id and the sequences'. Raises TinkerError."""
         record = await self.records.sampler(owner, body.sampling_session_id)
         request_id = f"{body.sampling_session_id}:{body.seq_id}"
-        self._futures.start(request_id, owner, body.num_samples, self._sample(body, request_id, record))
+        size = SampleSize(body.num_samples, count_top(body, self.base.context))
+        if size.top_values > MAX_TOP_VALUES:
+            raise TinkerError(
+                f"up to {size.top_values} likely tokens would be returned, and {MAX_TOP_VALUES} may be: lower "
+                "topk_sample_logprobs, topk_prompt_logprobs, num_samples or max_tokens"
+            )
+        self._futures.start(request_id, owner, size, self._sample(body, request_id, record))
         return request_id, [f"{request_id}:{i}" for i in range(body.num_samples)]
 
     async def retrieve(self, owner: str, request_id: str) -> Result | None:
@@ -248,6 +254,7 @@ class TinkerService:
         metadata: Metadata | None,
         command: CreateModel,
     ) -> tuple[str, str]:
+        check_metadata(metadata)
         model_id = f"{session_id}:train:{number}"
         await self._check_models(owner, model_id)
         record = ModelRecord(
@@ -273,7 +280,7 @@ class TinkerService:
             return RefusedCommand(complaint)
         name = body.path or f"seq-{body.seq_id}"
         command = SaveWeights(name, kind, body.overwrite, body.user_metadata, body.ttl_seconds)
-        return refuse_name(name) or refuse_ttl(body.ttl_seconds) or command
+        return refuse_name(name) or refuse_ttl(body.ttl_seconds) or refuse_metadata(body.user_metadata) or command
 
     async def _submit(self, owner: str, model_id: str, seq_id: int, command: Command) -> tuple[str, str]:
         await self.records.model(owner, model_id)

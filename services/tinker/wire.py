@@ -71,6 +71,7 @@ DTYPES: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<
 NO_LOGPROB = -99999.0
 """Of places in `TopkLogprobs` without a token, whose id is 0."""
 STOP_REASONS = {"stop": 0, "length": 1}
+MAX_DIMENSIONS = 8
 MAX_ELEMENTS = 1 << 26
 """Of a tensor."""
 MAX_SPARSE = 1 << 24
@@ -169,10 +170,12 @@ def _decode_tensor(tensor: Any, path: str) -> Array:
     if dtype is None:
         raise CodecError(f"{path}: dtype {tensor.dtype} is neither float32 nor int64")
     shape = tuple(tensor.shape)
+    if len(shape) > MAX_DIMENSIONS:
+        raise CodecError(f"{path}: a shape of {len(shape)} dimensions, and {MAX_DIMENSIONS} are possible")
     size = 1
     for length in shape:
         size *= length
-        if length < 0 or size > MAX_ELEMENTS:
+        if not 0 <= length <= MAX_ELEMENTS or size > MAX_ELEMENTS:
             raise CodecError(f"{path}: shape {list(shape)} has more than {MAX_ELEMENTS} elements, or a negative length")
     if tensor.HasField("sparse_csr"):
         return _densify(tensor.sparse_csr, dtype, shape, path)

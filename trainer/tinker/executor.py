@@ -159,8 +159,8 @@ class Executor:
             if not isinstance(command, ForwardBackwardCommand):
                 return None
             request, batch = self._read_batch(model, command)
-        except CodecError:
-            return None  # `apply` informs the client
+        except Exception:  # `apply` informs the client, and those that share its pass go on
+            return None
         return None if request.forward_only else batch
 
     def apply_shared(self, commands: Sequence[QueuedCommand], batches: Sequence[GradientBatch]) -> list[CommandOutcome]:

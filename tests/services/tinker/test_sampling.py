@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from tinker.proto.response_conv import deserialize_sample_response
 
+from offbeat.services.chat.stops import StopStrings
 from offbeat.services.errors import MeshError, WeightsError
 from offbeat.services.generation.engine import MostLikely, PromptScores, TopCompletion
-from offbeat.services.generation.stops import StopStrings
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, VersionSpan
 from offbeat.services.tinker.errors import QueueFullError, TinkerError, UnauthorizedError
-from offbeat.services.tinker.futures import SampleFutures
+from offbeat.services.tinker.futures import MAX_TOP_VALUES, SampleFutures, SampleSize
 from offbeat.services.tinker.owners import read_keys
 from offbeat.services.tinker.records import AdapterVersion, Result
 from offbeat.services.tinker.sampling import AdapterSlots, Sampler
@@ -247,8 +247,8 @@ async def _answer() -> Result:
 
 async def test_a_sample_is_started_once_and_forgotten_later() -> None:
     futures = SampleFutures(4, keep_s=0.05)
-    futures.start("r", "me", 1, _answer())
-    futures.start("r", "me", 1, _answer())
+    futures.start("r", "me", SampleSize(1), _answer())
+    futures.start("r", "me", SampleSize(1), _answer())
     task = futures.find("r", "me")
     assert task is not None
     assert await task == Result(b"x")
@@ -258,15 +258,42 @@ async def test_a_sample_is_started_once_and_forgotten_later() -> None:
 
 async def test_an_owner_with_too_many_samples_is_asked_to_wait() -> None:
     futures = SampleFutures(4)
-    futures.start("large", "me", 9, asyncio.sleep(60, Result(b"x")))
+    futures.start("large", "me", SampleSize(9), asyncio.sleep(60, Result(b"x")))
     with pytest.raises(QueueFullError, match="9 sequences"):
-        futures.start("more", "me", 1, _answer())
-    futures.start("other", "you", 4, _answer())
+        futures.start("more", "me", SampleSize(1), _answer())
+    futures.start("other", "you", SampleSize(4), _answer())
     futures.cancel("large", "me")
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    futures.start("more", "me", 1, _answer())
+    futures.start("more", "me", SampleSize(1), _answer())
     futures.close()
+
+
+async def test_an_owner_with_too_many_likely_tokens_is_asked_to_wait() -> None:
+    futures = SampleFutures(4)
+    futures.start("large", "me", SampleSize(1, MAX_TOP_VALUES), asyncio.sleep(60, Result(b"x")))
+    with pytest.raises(QueueFullError, match=f"{MAX_TOP_VALUES} likely tokens"):
+        futures.start("more", "me", SampleSize(1, 1), _answer())
+    futures.start("none", "me", SampleSize(1), _answer())
+    futures.start("other", "you", SampleSize(1, MAX_TOP_VALUES), _answer())
+    futures.close()
+
+
+async def test_an_owner_s_oldest_answers_make_room() -> None:
+    futures = SampleFutures(4, max_kept_bytes=3)
+    for name, owner in (("a", "me"), ("b", "me"), ("other", "you"), ("c", "me")):
+        futures.start(name, owner, SampleSize(1), asyncio.sleep(0, Result(b"x" * 2)))
+        await wait_until(lambda name=name, owner=owner: (task := futures.find(name, owner)) is not None and task.done())
+    await wait_until(lambda: futures.find("b", "me") is None)
+    assert futures.find("a", "me") is None
+    for name, owner in (("c", "me"), ("other", "you")):
+        assert futures.find(name, owner) is not None
+    futures.start("a", "me", SampleSize(1), asyncio.sleep(0, Result(b"y" * 9)))
+    task = futures.find("a", "me")
+    assert task is not None
+    assert await task == Result(b"y" * 9)
+    await wait_until(lambda: futures.find("c", "me") is None)
+    assert futures.find("a", "me") is task
 
 
 def test_keys_are_those_of_the_file(tmp_path: Path) -> None:

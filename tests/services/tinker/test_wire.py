@@ -137,6 +137,8 @@ BAD = {
     "dtype": (lambda d: setattr(d.loss_fn_inputs["target_tokens"], "dtype", 4), "neither float32"),
     "shape": (lambda d: d.loss_fn_inputs["target_tokens"].shape.__setitem__(slice(None), [2]), "do not have shape"),
     "huge": (lambda d: d.loss_fn_inputs["target_tokens"].shape.__setitem__(slice(None), [1 << 40] * 2), "elements"),
+    "deep": (lambda d: d.loss_fn_inputs["target_tokens"].shape.__setitem__(slice(None), [1] * 100), "100 dimensions"),
+    "empty": (lambda d: d.loss_fn_inputs["target_tokens"].shape.__setitem__(slice(None), [0, 1 << 62]), "elements"),
     "sparse": (set_sparse, "do not fit"),
 }
 

@@ -35,6 +35,7 @@ from offbeat.trainer.tinker.adapters import AdapterPool
 from offbeat.trainer.tinker.executor import Executor, ExecutorLimits, QueuedCommand
 from offbeat.trainer.tinker.folders import TinkerFolder
 from offbeat.trainer.tinker.learner import TinkerLearner
+from offbeat.trainer.tinker.losses import check_datum
 from tests.trainer.tinker.tiny_base import make_data
 
 MODELS = {
@@ -268,6 +269,24 @@ def test_models_share_passes_within_the_limit(redis: Redis, pool: AdapterPool, t
     reported = redis.get(log.keys.activity)
     assert isinstance(reported, bytes)
     assert msgspec.json.decode(reported, type=LearnerActivity).commands == {"c": 1, "a": 2}
+
+
+def test_a_command_that_can_not_be_read_fails_alone(
+    redis: Redis, pool: AdapterPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the learner, which reads it for a pass that models share."""
+
+    def fail_for_b(datum: Datum, *args: Any, **kwargs: Any) -> None:
+        if len(datum.tokens) == 31:
+            raise ValueError("maximum supported dimension")
+        check_datum(datum, *args, **kwargs)
+
+    monkeypatch.setattr("offbeat.trainer.tinker.executor.check_datum", fail_for_b)
+    submit(redis)
+    run(log := StoppingLog(redis), pool, tmp_path / "server")
+    answers = results(log, redis)
+    assert all((b"maximum supported" in (answers[f"{each}:1"] or b"")) == (each == "b") for each in MODELS)
+    assert [log.applied(each) for each in MODELS] == [NUM_COMMANDS // len(MODELS) - 1] * len(MODELS)
 
 
 def test_without_a_limit_each_model_has_its_passes(redis: Redis, pool: AdapterPool, tmp_path: Path) -> None:
