@@ -269,7 +269,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval", "episodes_truncated", "", "Share of episodes that a token limit cut."),
     Metric("eval", "answers_truncated", "", "Share of answers that a token limit cut."),
     Metric("eval", "env/{tag}/{*}", "", "The same metrics of a tag's played episodes."),
-    Metric("eval", "reward/{name}", "", "Mean of a reward function's values (`rlvr`)."),
+    Metric("eval", "reward/{name}", "", "Mean of a reward function's values (`rewards`)."),
     Metric("eval", "prompts_too_long", "episodes", "Prompts beyond `data.prompt_length`, which are in no mean."),
     Metric("eval", "episodes", "episodes", "Episodes that were played."),
     Metric("eval", "episodes_failed", "episodes", "Episodes that failed and are in no mean."),
@@ -286,7 +286,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout", "generation_max_s", "s", "Longest such time."),
     Metric("rollout", "env_s", "s", "Mean time of a call of an env."),
     Metric("rollout", "env_max_s", "s", "Longest such time."),
-    Metric("rollout", "reward_s", "s", "Mean time of an answer's rewards, waits for a free call included (`rlvr`)."),
+    Metric("rollout", "reward_s", "s", "Mean time of an episode's rewards, waits for a free call included (`rewards`)."),
     Metric("rollout", "reward_max_s", "s", "Longest such time."),
     Metric(
         "rollout",

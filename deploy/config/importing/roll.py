@@ -8,7 +8,7 @@ from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.importing.environment import hide, reveal
 from offbeat.deploy.config.importing.fitting import finish
 from offbeat.deploy.config.importing.report import Imported, KeyPath, KeyReport, Outcome
-from offbeat.deploy.config.importing.roll_agentic import add_gem_ids
+from offbeat.deploy.config.importing.roll_agentic import add_gem_ids, list_judge
 from offbeat.deploy.config.importing.roll_keys import ROLES, find_unknown
 from offbeat.deploy.config.importing.roll_rlvr import name_domains
 from offbeat.deploy.config.importing.roll_rules import PIPELINES, Defaults
@@ -72,6 +72,7 @@ def translate_roll(path: Path) -> tuple[Tree, list[KeyReport], list[str]]:
     tree, reports = translate(keys(), decide)
     if pipeline == "agentic":
         add_gem_ids(tree, source)
+        list_judge(tree)
     if pipeline == "rlvr":
         name_domains(tree, source)
     reports += _add_defaults(tree, uniform, default_sets)

@@ -1,9 +1,12 @@
 """ROLL's agentic keys as ours."""
 
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from offbeat.deploy.config.importing.report import Outcome
+from offbeat.deploy.config.importing.roll_rlvr import REWARDS, place_reward
 from offbeat.deploy.config.importing.roll_roles import WITH_IMAGE
 from offbeat.deploy.config.importing.roll_run import (
     GROUPING,
@@ -14,7 +17,18 @@ from offbeat.deploy.config.importing.roll_run import (
     is_distillation,
     normalization_scopes,
 )
-from offbeat.deploy.config.importing.rules import Key, Rule, Tree, get, get_table, missing, no_effect, rename, same
+from offbeat.deploy.config.importing.rules import (
+    Key,
+    Rule,
+    Tree,
+    apply,
+    get,
+    get_table,
+    missing,
+    no_effect,
+    rename,
+    same,
+)
 from offbeat.envs.registry import BUILT_IN, setting_names
 
 GEM_KINDS = ("game", "math", "code", "qa", "logic", "rg", "eval")
@@ -28,8 +42,15 @@ ENVS = {
     "sokoban_tool_call": ("sokoban", "the same game, without calls of tools"),
 }
 """ROLL's env -> ours."""
+NO_COLUMN, MAX_COLUMN = re.compile(r"[^A-Za-z0-9_-]+"), 64
+"""Of a reward's name."""
 MAX_NEW_TOKENS = 8192
 """ROLL's default."""
+JUDGE = "roll.pipeline.rlvr.rewards.llm_judge_reward_worker.LLMJudgeRewardWorker"
+JUDGE_NOTE = (
+    "ROLL's env asks it and weighs the answer; here it judges the whole episode, and its score is added to the env's "
+    "reward: set template and weight"
+)
 OWN_ENV = "no such env here: name a class of your own as `module:Class` (docs/environments.md)"
 
 
@@ -226,6 +247,35 @@ def _episodes_per_worker(key: Key) -> Outcome | None:
     return Outcome("value", key.path, size, "a worker holds a group; set rollout.num_workers for more workers")
 
 
+def _judge_name(tree: Tree) -> str:
+    """Return the judge's name, which is a column here: letters, digits, `_` and `-`."""
+    name = NO_COLUMN.sub("-", str(get(tree, "reward.name") or "reward"))
+    return name[:MAX_COLUMN] if name[:1].isalpha() else f"reward-{name}"[:MAX_COLUMN]
+
+
+def _reward(key: Key) -> Outcome | None:
+    """Make the model that ROLL's env asks a judge of the tags' episodes, by the rules of RLVR's judges."""
+    reward, rest = get_table(key.tree, "reward"), key.path[1:]
+    if not reward.get("device_mapping"):
+        return Outcome("no effect", note="ROLL serves no reward without device_mapping")
+    if rest == ("worker_cls",):
+        return Outcome("same", note="its answers are a judge's")
+    name = _judge_name(key.tree)
+    if rest == ("name",):
+        return Outcome("same" if name == key.value else "value", ("rewards", name, "name"), name)
+    judge = {**reward, "worker_cls": JUDGE, "judge_model_type": "inference"}
+    outcome = apply(REWARDS, Key(("rewards", name, *rest), key.value, {**key.tree, "rewards": {name: judge}}))
+    if outcome is not None and rest == ("model_args", "model_name_or_path"):
+        return replace(outcome, note=JUDGE_NOTE)
+    return outcome
+
+
+def list_judge(tree: Tree) -> None:
+    """Make a list of the reward of episodes."""
+    if rewards := get_table(tree, "rewards"):
+        tree["rewards"] = [place_reward({"name": name, "kind": "llm_judge", **rewards[name]}) for name in rewards]
+
+
 AGENTIC: tuple[tuple[str, Rule], ...] = (
     ("train_env_manager|val_env_manager.format_penalty", no_effect("ROLL never reads it: env_config.format_penalty counts")),
     ("train_env_manager|val_env_manager.max_traj_per_env", same("unlimited", -1)),
@@ -253,7 +303,7 @@ AGENTIC: tuple[tuple[str, Rule], ...] = (
     ("reward_normalization.global_scale_factor|global_shift_value", no_effect("ROLL never reads it")),
     ("dirty_data_mask|open_feedback_turn|use_token_reward", no_effect("ROLL never reads it")),
     ("parse_tool_call_parameter_to_dict|skip_mock_system_prompt", missing("templates decide: tokens stay as sampled")),
-    ("reward.**", missing("no reward model of episodes: let the env call it (docs/environments.md)")),
+    ("reward.**", _reward),
     ("prompt_length|response_length|val_prompt_length|val_sequence_length", no_effect("sequence_length counts")),
     ("norm_mean_type|norm_std_type", no_effect("reward_normalization counts")),
 )  # fmt: skip

@@ -354,9 +354,9 @@ def name_domains(tree: Tree, source: Tree) -> None:
     if shares and (taught := [str(name) for name in domains if str(name) in shares]) != [*map(str, domains)]:
         put(tree, ("train_env_manager", "tags"), taught)  # ROLL trains on no other domain
     rewards = tree.get("rewards", {})
-    tree["rewards"] = [_name_reward(str(name), rewards.get(str(name), {})) for name in domains]
+    named = {str(name): rewards.get(str(name), {}) for name in domains}
+    tree["rewards"] = [place_reward({"name": name, "tags": [name], **reward}) for name, reward in named.items()]
 
 
-def _name_reward(name: str, reward: Tree) -> Tree:
-    device = {"device": "cuda"} if "device_mapping" in reward else {}
-    return {"name": name, "tags": [name], **reward, **device}
+def place_reward(reward: Tree) -> Tree:
+    return {**reward, "device": "cuda"} if "device_mapping" in reward else reward

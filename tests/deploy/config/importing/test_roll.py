@@ -474,3 +474,35 @@ def test_the_engines_sampling_is_that_of_both_managers(
     assert next(each.max_new_tokens for each in sampling if each.max_new_tokens is not None) == tokens
     managers = {f"{name}_env_manager.generating_args.temperature" for name in ("train", "val")}
     assert {each.outcome.status for each in imported.keys if ".".join(each.key) in managers} == {status}
+
+
+JUDGE = """
+reward:
+  name: deep eyes
+  worker_cls: roll.pipeline.base_worker.InferWorker
+  model_args: {model_name_or_path: Qwen/Qwen2.5-72B-Instruct, dtype: bf16}
+  generating_args: {temperature: 0.3}
+  data_args: {template: qwen2_5}
+  strategy_args: {strategy_name: vllm, strategy_config: {tensor_parallel_size: 4, load_format: auto}}
+  device_mapping: list(range(12,16))
+"""
+"""As in examples/agentic_deepeyes/deepeyes.yaml."""
+
+
+def test_the_model_that_an_agentic_env_asks_judges_its_episodes(tmp_path: Path):
+    imported = import_roll(write_variant(tmp_path, JUDGE))
+    (judge,) = imported.tree["rewards"]
+    assert (judge["name"], judge["kind"], judge["device"]) == ("deep-eyes", "llm_judge", "cuda")
+    assert judge["model_args"] == {"model_name_or_path": "Qwen/Qwen2.5-72B-Instruct", "dtype": "bfloat16"}
+    assert judge["strategy_args"]["strategy_config"]["tensor_parallel_size"] == 4
+    notes = {".".join(each.key): str(each) for each in imported.keys}
+    assert "judges the whole episode" in notes["reward.model_args.model_name_or_path"]
+    assert outcomes(imported)["reward.data_args.template"][0] == "no effect"
+    trial = make_trial(imported.tree)
+    assert (trial["rewards"][0]["kind"], check_imported(trial)) == ("regex", [])
+
+
+def test_a_reward_without_devices_is_none_in_roll(tmp_path: Path):
+    imported = import_roll(write_variant(tmp_path, JUDGE.replace("list(range(12,16))", "[]")))
+    assert "rewards" not in imported.tree
+    assert outcomes(imported)["reward.model_args.model_name_or_path"] == ("no effect", None)
