@@ -56,13 +56,16 @@ class ImageProcessor:
         self._counts: dict[bytes, int] = {}
 
     def count(self, png: bytes) -> int:
+        """Count tokens; thread-safe. Raises ValueError for an unreadable image."""
         digest = blake2b(png, digest_size=16).digest()
-        if digest not in self._counts:
+        count = self._counts.get(digest)
+        if count is None:
+            _, height, width = self.pixels(png).grid
+            count = height * width // self.merge**2
             if len(self._counts) >= MAX_CACHED_COUNTS:
                 self._counts.clear()
-            _, height, width = self.pixels(png).grid
-            self._counts[digest] = height * width // self.merge**2
-        return self._counts[digest]
+            self._counts[digest] = count
+        return count
 
     def _pixels(self, png: bytes) -> Pixels:
         from PIL import Image

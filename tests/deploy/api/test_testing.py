@@ -13,7 +13,7 @@ from offbeat.testing import FakeModel, RecordingTracker, assert_env, deliver, ru
 from tests.fakes_rollout import CountingEnv
 
 
-def ask(task: AgentTask, messages: list[dict[str, str]], **parameters: Any) -> dict[str, Any]:
+def ask(task: AgentTask, messages: list[dict[str, Any]], **parameters: Any) -> dict[str, Any]:
     """One call of OpenAI's chat completions, by the standard library; returns the choice."""
     body = json.dumps({"model": task.model, "messages": messages, **parameters}).encode()
     headers = {"Authorization": f"Bearer {task.api_key}", "Content-Type": "application/json"}
@@ -35,6 +35,16 @@ def agent(task: AgentTask) -> float:
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": reply.observation}]
         reward, done = reward + reply.reward, reply.done
     return reward
+
+
+def test_a_fake_model_takes_images_as_one_token_each():
+    url = "data:image/gif;base64,R0lGODlhAQABAIAAAAAAAP///yH5BAEAAAAALAAAAAABAAEAAAIBRAA7"
+    shown = {"type": "image_url", "image_url": {"url": url}}
+    with FakeModel(["Left"]) as model:
+        task = model.task("frozen_lake")
+        for count in (0, 1, 3):
+            content = [{"type": "text", "text": "a"}, *[shown] * count]
+            assert complete(task, [{"role": "user", "content": content}]) == "Left"
 
 
 def test_an_agent_runs_against_a_fake_model_and_a_real_env():

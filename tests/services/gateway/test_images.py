@@ -179,12 +179,14 @@ async def test_calls_that_differ_in_a_later_image_share_the_stem(seeing: ChatTem
     assert len({turn.state_hash for turn in captured.turns}) == 3
 
 
-@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+@pytest.mark.parametrize("path", APIS)
 async def test_a_tools_result_shows_images(seeing: ChatTemplate, path: str):
     policy = Scripted(seeing, ["Left"])
     shown = [text(path, "here "), part(path, picture(1))]
     result: list[dict[str, Any]] = [{"type": "function_call_output", "call_id": "c", "output": shown}]
-    if path == MESSAGES:
+    if path == CHAT:
+        result = [{"role": "tool", "tool_call_id": "c", "content": shown}]
+    elif path == MESSAGES:
         block = {"type": "tool_result", "tool_use_id": "c", "content": shown}
         result = [{"role": "user", "content": [block, text(path, "and")]}]
     await ask(session_of(policy), path, user(path, "look"), *result)
