@@ -37,7 +37,7 @@ def agent(task: AgentTask) -> float:
     return reward
 
 
-def test_a_fake_model_takes_images_as_one_token_each():
+def test_a_fake_model_takes_images():
     url = "data:image/gif;base64,R0lGODlhAQABAIAAAAAAAP///yH5BAEAAAAALAAAAAABAAEAAAIBRAA7"
     shown = {"type": "image_url", "image_url": {"url": url}}
     with FakeModel(["Left"]) as model:
