@@ -230,7 +230,9 @@ class _AgentCheck:
         try:
             traits = await runner.start()
 
-            async def answer(prompt: tuple[int, ...], max_tokens: int, _: tuple[PromptImage, ...] = ()) -> Completion:
+            async def answer(
+                prompt: tuple[int, ...], max_tokens: int, _: tuple[PromptImage, ...] = (), **__: tuple[str, ...]
+            ) -> Completion:
                 report.num_calls += 1
                 text = await env.random_answer()
                 return await TextSampler(lambda: text, self._chat)(prompt, max_tokens)

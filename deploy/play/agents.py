@@ -34,7 +34,15 @@ class TextSampler:
         self._respond = respond
         self._chat = chat
 
-    async def __call__(self, _: tuple[int, ...], max_tokens: int, __: tuple[PromptImage, ...] = ()) -> Completion:
+    async def __call__(
+        self,
+        _: tuple[int, ...],
+        max_tokens: int,
+        __: tuple[PromptImage, ...] = (),
+        *,
+        stop_strings: tuple[str, ...] = (),
+    ) -> Completion:
+        del stop_strings  # an agent's gateway cuts answers, too
         ids = (*self._chat.encode(self._respond()), self._chat.end_id)[:max_tokens]
         return Completion("", ids, (0.0,) * len(ids), (VersionSpan(0, len(ids), 0),))
 

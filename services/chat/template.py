@@ -114,6 +114,10 @@ class ChatTemplate:
         words = [token for token in token_ids if token not in self.stop_ids]
         return self._tokenizer.decode(words, skip_special_tokens=False)
 
+    def whole_text(self, token_ids: Sequence[int]) -> str:
+        """Decode with special tokens."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
     def token_text(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 

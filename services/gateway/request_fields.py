@@ -76,7 +76,7 @@ def stop_words(value: Any, key: str) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
     is_valid = isinstance(texts, list) and all(isinstance(word, str) for word in texts)
     require(is_valid, f"{key} is {value!r}: a text or a list of texts is needed")
-    return tuple(texts)
+    return tuple(filter(None, texts))
 
 
 def read_tools(body: Body, is_function: Callable[[Any], bool], kind: str, *, are_called: bool) -> list[Body]:

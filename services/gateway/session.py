@@ -7,20 +7,20 @@ nothing.
 import asyncio
 import math
 import secrets
-from bisect import bisect_left
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from offbeat.services.chat.capture import Captured, Reward, capture
 from offbeat.services.chat.messages import ChatMessage, Tools
+from offbeat.services.chat.stops import StopStrings
 from offbeat.services.chat.template import ChatTemplate
 from offbeat.services.chat.token_tree import Prompt, TokenTree
 from offbeat.services.gateway.images import RequestImages, check_episode_images
 from offbeat.services.messages.types import Completion, FinishReason
 
 Sample = Callable[..., Awaitable[Completion]]
-"""(prompt, maximum new tokens[, images]) -> completion."""
+"""(prompt, maximum new tokens[, images][, stop_strings=]) -> completion."""
 
 NO_LIMIT = 1 << 30
 MAX_ANSWERS_PER_CALL = 16
@@ -171,7 +171,8 @@ class EpisodeSession:
         max_new_tokens = min(room, self.bounds.max_new_tokens, request.max_tokens or NO_LIMIT)
         self.ignored_parameters += len(request.ignored)
         images = (prompt.images,) if prompt.images else ()
-        samples = (self.sample(prompt.tokens, max_new_tokens, *images) for _ in range(request.num_answers))
+        words = {"stop_strings": request.stop} if request.stop else {}
+        samples = (self.sample(prompt.tokens, max_new_tokens, *images, **words) for _ in range(request.num_answers))
         tasks = [asyncio.ensure_future(sample) for sample in samples]
         try:
             completions = await asyncio.gather(*tasks)
@@ -282,16 +283,13 @@ class EpisodeSession:
     def _until_stop(self, completion: Completion, stop: tuple[str, ...]) -> tuple[int, str, str]:
         """Return (retained tokens, text, stop word)."""
         ids = completion.token_ids
-        text = self.template.text_of(ids)
-        matches = [(at, word) for word in stop if word and (at := text.find(word)) >= 0]
-        if not matches:
+        end = StopStrings(self.template.whole_text, stop).find_end(ids) if stop else None
+        text = self.template.text_of(ids[:end])
+        if end is None:
             return len(ids), text, ""
-        at, word = min(matches)
-        head = text[: at + len(word)]  # of whole characters: their first bytes alone are decoded to others
-        num_before = bisect_left(
-            range(1, len(ids)), True, key=lambda n: self.template.text_of(ids[:n]).startswith(head)
-        )
-        return num_before + 1, text[:at], word
+        whole = self.template.whole_text(ids[:end])
+        _, word = min((at, word) for word in stop if (at := whole.find(word)) >= 0)
+        return end, text.partition(word)[0], word
 
 
 def _check(completion: Completion) -> None:

@@ -69,7 +69,7 @@ class Sampling:
     max_new_tokens: int = 64
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
-    """Not empty; as in `services.generation.stops`."""
+    """Not empty; as in `services.chat.stops`."""
 
 
 class PromptImage(Message, frozen=True):

@@ -12,10 +12,10 @@ import pytest_asyncio
 import torch
 from peft import LoraConfig, get_peft_model
 
+from offbeat.services.chat.stops import load_decoder
 from offbeat.services.errors import GenerationError, WeightsError, WeightsRefusedError
 from offbeat.services.generation.config import EngineModelArgs, GenerationConfig
 from offbeat.services.generation.hf.engine import HfEngine
-from offbeat.services.generation.stops import load_decoder
 from offbeat.services.generation.vllm.adapters import VllmAdapterEngine
 from offbeat.services.generation.vllm.shared import RunEngine, VllmSharedEngine
 from offbeat.services.messages.types import Completion, GenerateRequest, Sampling

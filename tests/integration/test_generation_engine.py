@@ -21,11 +21,11 @@ from openai import AsyncOpenAI
 from safetensors.torch import load_file, save_file
 
 from offbeat.services.chat.append_only import load_chat_format
+from offbeat.services.chat.stops import load_decoder
 from offbeat.services.chat.template import load_chat_template
 from offbeat.services.gateway.server import Gateway
 from offbeat.services.gateway.session import EpisodeSession, SessionLimits
 from offbeat.services.generation.config import EngineModelArgs, EngineStrategy, GenerationConfig, VllmConfig
-from offbeat.services.generation.stops import load_decoder
 from offbeat.services.generation.vllm.engine import VllmEngine
 from offbeat.services.generation.vllm.sessions import Sessions
 from offbeat.services.messages.types import (

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from offbeat.services.chat.stops import StopStrings, load_decoder, stop_strings_of
 from offbeat.services.errors import GenerationError, RetryableError, RolloutError
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.engine import (
@@ -33,7 +34,6 @@ from offbeat.services.generation.hf.rows import RowStore
 from offbeat.services.generation.hf.sampler import find_top, sample
 from offbeat.services.generation.hf.scheduler import PlannedChunk, RunningSequence, Scheduler
 from offbeat.services.generation.kv_cache import cache_problem
-from offbeat.services.generation.stops import StopStrings, load_decoder, stop_strings_of
 from offbeat.services.malloc import keep_freed_memory_here
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, Sampling
 

@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from offbeat.services.chat.stops import StopStrings
 from offbeat.services.generation.engine import MostLikely
 from offbeat.services.generation.hf.rows import CHUNK, CacheRow, RowStore
-from offbeat.services.generation.stops import StopStrings
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, VersionSpan
 
 MAX_TOKENS_PER_PASS = 2048

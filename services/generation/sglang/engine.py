@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from offbeat.services.chat.stops import cut_completion, load_decoder, stop_strings_of
 from offbeat.services.errors import GenerationError, RetryableError, RolloutError
 from offbeat.services.generation.config import GenerationConfig, sampling_mask_limit
 from offbeat.services.generation.engine import LoadTimes, SessionCounts
@@ -24,7 +25,6 @@ from offbeat.services.generation.sglang.server import (
     server_arguments,
     server_environment,
 )
-from offbeat.services.generation.stops import cut_completion, load_decoder, stop_strings_of
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, Sampling, VersionSpan
 
 ID_END = "$"

@@ -11,11 +11,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from offbeat.services.chat.stops import load_decoder
 from offbeat.services.chat.vision import model_family
 from offbeat.services.errors import GenerationError, RetryableError, RolloutError
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.engine import LoadTimes, SessionCounts
-from offbeat.services.generation.stops import load_decoder
 from offbeat.services.generation.vllm.arguments import engine_arguments, engine_environment, extension_arguments
 from offbeat.services.generation.vllm.sessions import AbortedError, Sessions, SessionTurn
 from offbeat.services.generation.vllm.update_request import TAKE_ADAPTER, is_whole, update_request_of

@@ -10,7 +10,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from offbeat.services.generation.stops import stop_strings_of
+from offbeat.services.chat.stops import stop_strings_of
 
 STOP_STRINGS, NUM_ANSWERED = "offbeat_stop_strings", "offbeat_num_answered"
 """In a request's `extra_args`."""

@@ -66,12 +66,12 @@ class InstrumentedEpisode:
             return await self._env.image()
 
     async def sample(
-        self, prompt: Sequence[int], max_new_tokens: int, images: tuple[PromptImage, ...] = ()
+        self, prompt: Sequence[int], max_new_tokens: int, images: tuple[PromptImage, ...] = (), **stops: tuple[str, ...]
     ) -> Completion:
         self._waiting.enter(Wait.GENERATION)
         began = time.monotonic()
         with self._trace.chat(prompt, max_new_tokens) as record:
-            completion = await self._sampler(prompt, max_new_tokens, images)
+            completion = await self._sampler(prompt, max_new_tokens, images, **stops)
             record(completion)
         self._reporter.turn(self._kind, self._tag, completion, time.monotonic() - began)
         self._end()

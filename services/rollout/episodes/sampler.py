@@ -39,6 +39,12 @@ def limit_new_tokens(sampling: Sampling, max_new_tokens: int) -> Sampling:
     return replace(sampling, max_new_tokens=max_new_tokens)
 
 
+@lru_cache
+def stop_at(sampling: Sampling, stop_strings: tuple[str, ...]) -> Sampling:
+    """Return a cached `Sampling` with further stop strings."""
+    return replace(sampling, stop_strings=(*sampling.stop_strings, *stop_strings))
+
+
 class EpisodeSampler:
     """Context manager, at whose end the episode is over."""
 
@@ -83,9 +89,14 @@ class EpisodeSampler:
         self._batcher.forget(self._name)
 
     async def __call__(
-        self, prompt: Sequence[int], max_new_tokens: int, images: tuple[PromptImage, ...] = ()
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        images: tuple[PromptImage, ...] = (),
+        *,
+        stop_strings: tuple[str, ...] = (),
     ) -> Completion:
-        """Sample, retrying for `retry_s`.
+        """Sample, retrying for `retry_s`. stop_strings: besides those of the run.
 
         Raises:
             EpisodeError: `generation_refused`; `generation_unavailable` or `generation_timeout` after `retry_s`.
@@ -94,7 +105,7 @@ class EpisodeSampler:
         began, wait_s = now(), INITIAL_RETRY_WAIT_S
         while True:
             try:
-                return await self._batcher.sample(self._request(prompt, max_new_tokens, images))
+                return await self._batcher.sample(self._request(prompt, max_new_tokens, images, stop_strings))
             except TimeoutError as error:
                 failure = EpisodeError("generation_timeout", f"{error}, repeatedly")
             except RetryableError as error:
@@ -106,11 +117,18 @@ class EpisodeSampler:
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, MAX_RETRY_WAIT_S)
 
-    def _request(self, prompt: Sequence[int], max_new_tokens: int, images: tuple[PromptImage, ...]) -> GenerateRequest:
+    def _request(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        images: tuple[PromptImage, ...],
+        stop_strings: tuple[str, ...],
+    ) -> GenerateRequest:
         if self._sampling.max_new_tokens != max_new_tokens:
             self._sampling = limit_new_tokens(self._sampling, max_new_tokens)
+        sampling = stop_at(self._sampling, stop_strings) if stop_strings else self._sampling
         name = request_id(self._name, self._num_requests, continues=self._continues)
         self._num_requests += 1
         episode = "" if self._is_over else self._name  # over: an agent's late call
         continues = self._continues and not self._is_over
-        return GenerateRequest(name, prompt, self._sampling, self._min_version, images, episode, continues, self._group)
+        return GenerateRequest(name, prompt, sampling, self._min_version, images, episode, continues, self._group)

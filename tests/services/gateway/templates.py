@@ -106,11 +106,17 @@ class Scripted:
         self.say = say if callable(say) else lambda number: say[number]
         self.sent: list[tuple[int, ...]] = []
         self.images: list[tuple[PromptImage, ...]] = []
+        self.stops: list[tuple[str, ...]] = []
         self.made: list[Completion] = []
 
     async def __call__(
-        self, prompt: tuple[int, ...], max_new_tokens: int, images: tuple[PromptImage, ...] = ()
+        self,
+        prompt: tuple[int, ...],
+        max_new_tokens: int,
+        images: tuple[PromptImage, ...] = (),
+        stop_strings: tuple[str, ...] = (),
     ) -> Completion:
+        self.stops.append(stop_strings)
         number = len(self.sent)
         self.sent.append(prompt)
         self.images.append(images)

@@ -233,10 +233,13 @@ async def test_an_answer_that_can_t_be_continued_is_refused(hermes: ChatTemplate
 
 
 async def test_anthropics_stop_sequences_are_named(plain: ChatTemplate):
-    session = session_of(Scripted(plain, ["one STOP two"]))
-    async with served(session) as (_, client):
+    policy = Scripted(plain, ["one STOP two"])
+    async with served(session_of(policy)) as (_, client):
         messages = [{"role": "user", "content": "a"}]
-        answer = await client.messages.create(model="any", max_tokens=50, messages=messages, stop_sequences=["STOP"])
+        answer = await client.messages.create(
+            model="any", max_tokens=50, messages=messages, stop_sequences=["STOP", ""]
+        )
+    assert policy.stops == [("STOP",)], "the engine ends there, too"
     assert (answer.content[0].text, answer.stop_reason, answer.stop_sequence) == ("one ", "stop_sequence", "STOP")
 
 

@@ -27,10 +27,15 @@ def test_the_first_tokens_that_hold_a_stop_word_are_kept(before: str, stop: str,
     assert kept == len((before + stop).encode())
 
 
+def test_a_stop_word_may_be_a_special_token_which_answers_have_without_text() -> None:
+    answer, session = completion_of(f"one{TEMPLATE.end_text}two"), session_of(Scripted(TEMPLATE, []))
+    assert session._until_stop(answer, (TEMPLATE.end_text, "two")) == (4, "one", TEMPLATE.end_text)
+
+
 def test_a_late_stop_word_is_found_by_few_decodings(monkeypatch: pytest.MonkeyPatch) -> None:
     answer, session = completion_of("é" * 4000 + "STOP"), session_of(Scripted(TEMPLATE, []))
-    decoded, text_of = list[int](), ChatTemplate.text_of
-    monkeypatch.setattr(ChatTemplate, "text_of", lambda self, ids: decoded.append(len(ids)) or text_of(self, ids))
+    decoded, whole_text = list[int](), ChatTemplate.whole_text
+    monkeypatch.setattr(ChatTemplate, "whole_text", lambda self, ids: decoded.append(len(ids)) or whole_text(self, ids))
     assert session._until_stop(answer, ("STOP",))[0] == 8004
     assert len(decoded) < 20
 

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from offbeat.services.chat.stops import load_decoder
 from offbeat.services.errors import GenerationError, RetryableError
 from offbeat.services.generation.config import EngineModelArgs
 from offbeat.services.generation.hf import scheduler
 from offbeat.services.generation.hf.engine import HfEngine
 from offbeat.services.generation.kv_cache import bytes_per_token
-from offbeat.services.generation.stops import load_decoder
 from offbeat.services.generation.tenancy import read_architecture
 from offbeat.services.messages.types import FinishReason, GenerateRequest, PromptImage, Sampling, VersionSpan
 from tests.integration.policy_weights import mismatch, save_weights, write_policy

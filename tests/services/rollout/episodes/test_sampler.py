@@ -1,6 +1,7 @@
 import pytest
 
 from offbeat.services.errors import EpisodeError, GenerationError, RetryableError
+from offbeat.services.generation.config import GeneratingArgs
 from offbeat.services.messages.types import Completion, GenerateRequest, Sampling
 from offbeat.services.rollout.config import EnvManagerConfig, ManagerGeneratingArgs
 from offbeat.services.rollout.episodes.sampler import EpisodeSampler, build_samplings
@@ -27,6 +28,26 @@ async def test_a_turn_is_sent_with_its_limit_and_the_episodes_sampling():
     assert isinstance(got, Completion)
     assert (request.prompt, request.min_version) == ((1, 2), 2)
     assert request.sampling == Sampling(0.5, 0.9, 7, 5, (3,))
+
+
+async def test_a_calls_stop_strings_join_those_of_the_run():
+    client = FakeGeneration(answer)
+    sampling = Sampling(max_new_tokens=5, stop_strings=("</a>",))
+    sample = EpisodeSampler(TurnBatcher(client, 0.0, 5.0), sampling, 2, retry_s=5.0)
+    await sample((1,), 5, stop_strings=("Observation:",))
+    await sample((1,), 5)
+    assert [call[0].sampling.stop_strings for call in client.calls] == [("</a>", "Observation:"), ("</a>",)]
+
+
+async def test_evaluations_end_answers_as_training_does_unless_they_say_otherwise(tmp_path):
+    args = GeneratingArgs(temperature=0.5, stop_strings=("</a>",))
+    settings = worker_settings(tmp_path).model_copy(update={"generating_args": args})
+    assert {name: each.stop_strings for name, each in build_samplings(settings, (3,)).items()} == {
+        "train": ("</a>",), "sampled": ("</a>",), "greedy": ("</a>",)
+    }  # fmt: skip
+    own = EnvManagerConfig(generating_args=ManagerGeneratingArgs(stop_strings=()))
+    evaluated = build_samplings(settings.model_copy(update={"val_env_manager": own}), (3,))
+    assert [evaluated[name].stop_strings for name in ("train", "sampled", "greedy")] == [("</a>",), (), ()]
 
 
 async def test_while_generation_is_replaced_the_same_turn_is_sent_again():

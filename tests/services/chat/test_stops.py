@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from offbeat.services.chat.stops import StopStrings, cut_completion, load_decoder, stop_strings_of
 from offbeat.services.errors import RolloutError
-from offbeat.services.generation.stops import StopStrings, cut_completion, load_decoder, stop_strings_of
 from offbeat.services.messages.types import Completion, FinishReason, VersionSpan
 from tests.integration.policy_weights import write_policy
 

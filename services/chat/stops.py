@@ -21,6 +21,7 @@ MARGIN_TOKENS = 8
 """Tokens that are decoded before those of a stop string, as some have no text of their own."""
 INCOMPLETE = "\ufffd"
 """Text of part of a character's bytes."""
+MAX_CHARACTER_BYTES = 4
 
 
 class StopStrings:
@@ -29,6 +30,7 @@ class StopStrings:
         self.texts = tuple(texts)
         self._decode = decode
         self._last_characters = {text[-1] for text in texts}
+        self._end_in_ascii = all(character.isascii() for character in self._last_characters)
         self._num_last = MARGIN_TOKENS + max(len(text.encode()) for text in texts)
         self._completing: dict[int, bool] = {}
         """By token."""
@@ -37,19 +39,31 @@ class StopStrings:
         """Return whether an answer, whose tokens but the last contain no stop string, ends here."""
         if not self._may_complete(tokens[-1]):  # most tokens are not decoded
             return False
-        text = self._decode(tokens[-self._num_last :])
-        return (INCOMPLETE in text or self._contains(text)) and self._contains(self._decode(tokens))
+        return self._may_contain(tokens) and self._contains(self._decode(tokens))
 
     def find_end(self, tokens: Sequence[int]) -> int | None:
         """Return the number of tokens of the answer up to its first stop string, if any."""
         numbers = (number for number, token in enumerate(tokens, 1) if self._may_complete(token))
         return next((number for number in numbers if self.is_end(tokens[:number])), None)
 
+    def _may_contain(self, tokens: Sequence[int]) -> bool:
+        """Return whether the last tokens contain a stop string."""
+        for offset in range(
+            MAX_CHARACTER_BYTES
+        ):  # some tokenizers decode no byte of a run that begins within a character
+            text = self._decode(tokens[-self._num_last - offset :])
+            if self._contains(text):
+                return True
+            if INCOMPLETE not in text:
+                return False
+        return False
+
     def _may_complete(self, token: int) -> bool:
         """Return whether a stop string may end in a token."""
         if (known := self._completing.get(token)) is None:
             text = self._decode([token, token])  # some tokenizers leave out a text's first space
-            known = not text or INCOMPLETE in text or not self._last_characters.isdisjoint(text)
+            is_part = INCOMPLETE in text and not self._end_in_ascii
+            known = not text or is_part or not self._last_characters.isdisjoint(text)
             self._completing[token] = known
         return known
 
