@@ -11,6 +11,7 @@ from offbeat.deploy.plan.changes import single_changes
 from offbeat.deploy.plan.estimate import Effort, estimate
 from offbeat.deploy.plan.measurements import PlanError, read_measures
 from offbeat.deploy.plan.plan import per_worker_of, setup_of, try_changes
+from offbeat.deploy.plan.sleep import measured_notes
 from offbeat.deploy.plan.table import name_best_change
 from offbeat.services.live_settings import Settings
 
@@ -35,6 +36,7 @@ def advise(folder: Path, settings: Settings) -> str:
     return (
         f"Simulated from its measured times, the run trains {now.trajectories_per_s:.3g} trajectories/s "
         f"(measured {measured.trajectories_per_s:.3g}). {name_best_change(tried)}"
+        + "".join(f" Note: {note}." for note in measured_notes(config))
     )
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from math import inf
+from statistics import fmean
 
 import numpy as np
 import numpy.typing as npt
@@ -63,7 +64,8 @@ def closed_forms(setup: Setup, measures: Measures, seed: int = 0) -> ClosedForms
     batches = slowest[: len(slowest) // limits.groups_per_step * limits.groups_per_step]
     sync_s = batches.reshape(-1, limits.groups_per_step).max(axis=1).mean() if len(batches) else slowest.max()
     played = limits.groups_per_step * members / max(1 - measures.refilled, 1e-9)
-    train_s = measures.train_s(setup.batch) + measures.publish_s + measures.other_s
+    lags = setup.publish_lags
+    train_s = measures.train_s(setup.batch) + measures.publish_s * lags.count(0) / len(lags) + measures.other_s
     return ClosedForms(
         episode_s=float(times.mean()),
         group_s=float(slowest.mean()),
@@ -78,13 +80,14 @@ def closed_forms(setup: Setup, measures: Measures, seed: int = 0) -> ClosedForms
 
 
 def expected_lag(outcome: SimulatedRun, setup: Setup) -> float:
-    """Return groups in play and waiting / groups per step, less half a step, plus the learner's busy share.
+    """Return groups in play and waiting / groups per step, less half a step, plus the learner's busy share and the mean of
+    batches that are not published.
 
     Little's law for groups that start at any time: such a group meets half a step on average, and the version of a
     batch in training is still to come.
     """
     in_system = (outcome.playing_groups + outcome.waiting_groups) / setup.limits.groups_per_step
-    return max(in_system - 0.5 + 1 - outcome.learner_idle, 0.0)
+    return max(in_system - 0.5 + 1 - outcome.learner_idle, 0.0) + fmean(setup.publish_lags)
 
 
 def _env_calls_s(turns: Floats, env_s: Floats, measures: Measures) -> float:

@@ -10,6 +10,7 @@ from math import inf
 from offbeat.deploy.config.devices import GPU_ENGINES
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.plan.outcome import Setup
+from offbeat.deploy.plan.sleep import all_sleep
 from offbeat.deploy.plan.workload import Measures
 from offbeat.trainer.config.scored_roles import scored_roles
 
@@ -43,6 +44,8 @@ class PartSizes:
     """Of scoring services and rewards."""
     other_cpus: float = 0.0
     """Of rewards, and of scoring services on CPUs."""
+    shares_gpus: bool = False
+    """Whether engines are on the learner's GPUs, in turns with it."""
 
     @classmethod
     def of(cls, config: RunConfig, machine: Machine) -> "PartSizes":
@@ -67,6 +70,7 @@ class PartSizes:
             + (scorers if learner_on_gpus else 0),
             sum(reward.num_replicas * reward.cpus_per_replica for reward in rewards)
             + (0.0 if learner_on_gpus else scorers * cpus_per_process),
+            all_sleep(config),
         )
 
     def cpus(self, setup: Setup, learner_processes: int) -> float:
@@ -79,8 +83,8 @@ class PartSizes:
 
     def gpus(self, setup: Setup, learner_processes: int) -> int:
         engines = setup.num_replicas * self.per_engine if self.engines_on_gpus else 0
-        learner = learner_processes + self.critic_processes if self.learner_on_gpus else 0
-        return self.other_gpus + engines + learner
+        learner, critic = (learner_processes, self.critic_processes) if self.learner_on_gpus else (0, 0)
+        return self.other_gpus + critic + (max(engines, learner) if self.shares_gpus else engines + learner)
 
     def workers_within(self, machine: Machine, setup: Setup, learner_processes: int) -> float:
         """Return how many env workers a machine has CPUs for."""
@@ -126,7 +130,7 @@ def _counts(machine: Machine, sizes: PartSizes, setup: Setup) -> list[int]:
     rooms: list[int] = []
     without = replace(setup, num_replicas=0)
     if machine.gpus is not None and sizes.engines_on_gpus:
-        rooms.append((machine.gpus - sizes.gpus(without, 1)) // sizes.per_engine)
+        rooms.append((machine.gpus - sizes.gpus(without, 0 if sizes.shares_gpus else 1)) // sizes.per_engine)
     if machine.cpus is not None:
         rooms.append(int((machine.cpus - sizes.cpus(replace(without, num_workers=0), 1)) / sizes.cpus_per_engine))
     if not rooms:
@@ -138,7 +142,7 @@ def _counts(machine: Machine, sizes: PartSizes, setup: Setup) -> list[int]:
 def _learner_processes(machine: Machine, sizes: PartSizes, setup: Setup) -> int:
     rooms: list[int] = []
     if machine.gpus is not None and sizes.learner_on_gpus:
-        rooms.append(machine.gpus - sizes.gpus(setup, 0))
+        rooms.append(machine.gpus - sizes.gpus(replace(setup, num_replicas=0) if sizes.shares_gpus else setup, 0))
     if machine.cpus is not None:
         rooms.append(int((machine.cpus - sizes.cpus(setup, 0)) / sizes.cpus_per_process))
     most = min(rooms, default=sizes.learner_processes)

@@ -3,11 +3,10 @@
 A turn's time is fitted over the run's concurrency, training's time over tokens.
 """
 
-import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -16,36 +15,22 @@ import numpy.typing as npt
 
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.plan.limits import limits_of
+from offbeat.deploy.plan.metric_rows import STEP_PARTS, MetricRow, is_drop, read_rows
+from offbeat.deploy.plan.sleep import measured_notes
 from offbeat.deploy.plan.workload import MeasuredWorkload, Measures, PlannedEpisode, TurnTimes
 from offbeat.services.errors import CodecError
 from offbeat.services.messages.types import Trajectory
-from offbeat.services.metric_registry import current_names
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.data.step_batch import StepBatch
-from offbeat.trainer.trackers.metrics_file import METRICS_FILE, read_records
+from offbeat.trainer.trackers.metrics_file import METRICS_FILE, find_newest
 from offbeat.trainer.training.batch_log import BatchLog
 
 Floats = npt.NDArray[np.float64]
 ANNOUNCE_S = 0.01
 """Assumed time from a publish's return to its announcement."""
 WARM_UP_STEPS = 1
-STEP_PARTS = ("wait", "train", "publish")
-"""Measured parts of a step's time."""
-MEASURED = {
-    "learner": frozenset(
-        (
-            "time/step_s",
-            *(f"time/{name}_s" for name in STEP_PARTS),
-            "tokens/computed",
-            "trajectories",
-            "groups",
-            "staleness",
-        )
-    ),
-    "rollout": frozenset(("playing", "turns", "generation_s", "env_s", "episodes", "episode_s", "cpu_s")),
-    "generation": frozenset(("load_s", "pause_s")),
-}
-"""Source -> its metrics that are read, beside those of dropped groups."""
+NEWEST_BYTES = 128_000_000
+"""Of a larger metrics file, its end is measured: some 350,000 records."""
 MIN_EPISODE_S = 1e-6
 """Of an episode whose logarithm is taken."""
 REPORTED_S = 2
@@ -56,17 +41,6 @@ FITTED_TO = 4.0
 
 class PlanError(Exception):
     """Plan that can't be made."""
-
-
-@dataclass(frozen=True, slots=True)
-class MetricRow:
-    """Line of `metrics.jsonl`."""
-
-    time: float
-    source: str
-    values: Mapping[str, float]
-    step: int | None = None
-    labels: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +63,16 @@ def read_measures(folder: Path, config: RunConfig) -> Measured:
     """Read a run's folder; raises `PlanError` without steps."""
     path = folder / METRICS_FILE
     try:
-        path.stat()  # `read_records` takes a missing file for an empty one
-        rows = list(read_rows(path))
+        offset = find_newest(path, NEWEST_BYTES)
+        rows = list(read_rows(path, offset))
     except OSError as error:
         raise PlanError(f"{path} can't be read: {error.strerror}") from error
     batches, notes = read_batches(folder, config)
+    if offset:
+        notes = (
+            *notes,
+            f"measured over the newest {NEWEST_BYTES / 1e6:,.0f} MB of {METRICS_FILE}, from {_first_step(rows)} on",
+        )
     groups = [group.trajectories for batch in batches for group in batch.groups]
     num_workers = mean_reporting(rows, "rollout", "worker", default=config.rollout.num_workers)
     steps = limits_of(config).env_steps(config.rollout.num_workers)
@@ -104,27 +83,11 @@ def read_measures(folder: Path, config: RunConfig) -> Measured:
         env_steps=steps and round(steps * num_workers),
         where=str(folder),
     )
-    return replace(measured, notes=(*notes, *measured.notes))
+    return replace(measured, notes=(*notes, *measured.notes, *measured_notes(config)))
 
 
-def read_rows(path: Path) -> Iterator[MetricRow]:
-    """Yield what is measured of a run's metric records, each once, without non-finite values.
-
-    A run of a day has millions of records.
-    """
-    known: dict[tuple[tuple[str, str], ...], dict[str, str]] = {}
-    for record in read_records(path):
-        source = sys.intern(record["source"])
-        measured = MEASURED.get(source, frozenset())
-        stored = current_names(source, record["values"])
-        values = {
-            sys.intern(name): value
-            for name, value in stored.items()
-            if value is not None and (name in measured or _is_drop(name))
-        }
-        if values or source == "generation":  # whose replicas are counted
-            labels = known.setdefault(tuple(record["labels"].items()), record["labels"])
-            yield MetricRow(record["time"], source, values, record["step"], labels)
+def _first_step(rows: Iterable[MetricRow]) -> str:
+    return next((f"step {row.step}" for row in rows if row.source == "learner" and row.step is not None), "no step")
 
 
 def measure(
@@ -163,7 +126,7 @@ def measure(
         train_fixed_s=fixed_s,
         train_per_token_s=per_token_s,
         tokens=_total(counted, "tokens/computed") / max(trajectories, 1.0),
-        publish_s=busy["publish"],
+        publish_s=_mean_publish_s(counted),
         announce_s=ANNOUNCE_S,
         serve_s=_mean(rows, "generation", "load_s") + _mean(rows, "generation", "pause_s"),
         other_s=max(span_s / len(counted) - sum(busy.values()), 0.0),
@@ -177,11 +140,17 @@ def measure(
         step_s=span_s / len(counted),
         lag=_total(counted, "staleness") / len(counted),
         learner_idle=busy["wait"] * len(counted) / span_s,
-        dropped=round(sum(value for row in steps for name, value in row.values.items() if _is_drop(name))),
+        dropped=round(sum(value for row in steps for name, value in row.values.items() if is_drop(name))),
         num_steps=len(counted),
         num_episodes=sum(map(len, groups)),
         notes=(*notes, *gap_notes),
     )
+
+
+def _mean_publish_s(steps: Sequence[MetricRow]) -> float:
+    """Return the mean over the steps that published, as `model_update_frequency` leaves others out."""
+    seconds = [row.values["time/publish_s"] for row in steps if "time/publish_s" in row.values]
+    return fmean(seconds) if seconds else 0.0
 
 
 def _without_gaps(steps: Sequence[MetricRow], before: MetricRow) -> tuple[list[MetricRow], float, tuple[str, ...]]:
@@ -374,10 +343,6 @@ def _covariance(x: Floats, y: Floats, weights: Floats) -> float:
 
 def _by_time(row: MetricRow) -> float:
     return row.time
-
-
-def _is_drop(name: str) -> bool:
-    return name.startswith("groups_dropped/")
 
 
 def _total(rows: Iterable[MetricRow], name: str) -> float:

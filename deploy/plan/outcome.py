@@ -1,5 +1,6 @@
 """Setting and result of a simulated run."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -7,6 +8,9 @@ from statistics import fmean
 from offbeat.deploy.plan.limits import NO_LIMITS, WorkerLimits
 from offbeat.services.buffer.api import BufferLimits
 from offbeat.services.buffer.config import Order
+
+MAX_CYCLE = 10_000
+"""Steps of a cycle of published weights that are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,27 @@ class Setup:
     """`num_groups_partition`, whose sum is the groups in play."""
     devices_per_engine: int | None = None
     """Of `actor_infer.device_mapping`, which implies `num_replicas`; None: it is not set."""
+    publish_every: tuple[int, ...] = (1,)
+    """Periods, in steps, of published weights: `model_update_frequency`, `save_steps`, `eval_steps`."""
+    sleeps: bool = False
+    """Whether engines sleep, with their turns, from a batch until the learner waits again (`enable_sleep_mode`)."""
+
+    def is_publish_due(self, step: int) -> bool:
+        """Return whether the weights after `step` batches are published."""
+        return any(step % period == 0 for period in self.publish_every)
+
+    @property
+    def least_staleness(self) -> float:
+        """Return the least `max_staleness` that validation accepts."""
+        return float(self.publish_every[0] - 1)
+
+    @property
+    def publish_lags(self) -> list[int]:
+        """Return for each step of a cycle the batches since the newest published weights."""
+        lags = [0]
+        for step in range(1, min(math.lcm(*self.publish_every), MAX_CYCLE)):
+            lags.append(0 if self.is_publish_due(step) else lags[-1] + 1)
+        return lags
 
     @property
     def batch(self) -> int:

@@ -12,6 +12,7 @@ from offbeat.deploy.plan.machine import Division, Machine, PartSizes, divisions
 from offbeat.deploy.plan.measurements import Measured, PlanError
 from offbeat.deploy.plan.memory import Memory, memory_of
 from offbeat.deploy.plan.outcome import Setup
+from offbeat.deploy.plan.sleep import all_sleep, planned_notes
 from offbeat.deploy.plan.workload import Measures
 from offbeat.trainer.run import buffer_limits
 
@@ -88,6 +89,10 @@ def setup_of(config: RunConfig) -> Setup:
         within=limits_of(config),
         partition=config.train_env_manager.num_groups_partition,
         devices_per_engine=None if infer.device_mapping is None else infer.engine.world_size,
+        publish_every=tuple(
+            each for each in (config.model_update_frequency, config.save_steps, config.eval_steps) if each
+        ),
+        sleeps=all_sleep(config),
     )
 
 
@@ -154,12 +159,18 @@ def make_plan(
         changes=tuple(sorted(changes, key=lambda tried: -tried.trajectories_per_s)),
         by_staleness=tuple(by_staleness),
         measured=measured,
-        notes=measured.notes if measured else (),
+        notes=(*planned_notes(config), *(measured.notes if measured else ())),
     )
 
 
+def bounds_of(setup: Setup) -> list[float]:
+    """Return the bounds to try, the least that validation accepts first."""
+    least = setup.least_staleness
+    return [least, *(bound for bound in BOUNDS if bound > least)]
+
+
 def _bounds(setup: Setup, measures: Measures) -> Iterator[SettingChange]:
-    for bound in BOUNDS:
+    for bound in bounds_of(setup):
         limits = replace(setup.limits, max_staleness=bound)
         yield SettingChange(f"{bound:g}", replace(setup, limits=limits), measures)
 
@@ -191,7 +202,7 @@ def _recommend(choices: Iterable[Division], effort: Effort, echo: Callable[[str]
     """Return the fewest engines and groups, then the least staleness, of nearly the best rate."""
     rated: list[tuple[float, Division]] = []
     for division in choices:
-        limits = replace(division.setup.limits, max_staleness=BOUNDS[-1])
+        limits = replace(division.setup.limits, max_staleness=bounds_of(division.setup)[-1])
         echo(f"{division.setup.num_replicas} engines, {limits.max_groups_in_flight} groups in play")
         wide = replace(division.setup, limits=limits)
         rate = estimate(wide, division.measures, effort).trajectories_per_s
@@ -204,7 +215,7 @@ def _recommend(choices: Iterable[Division], effort: Effort, echo: Callable[[str]
 
 def _with_least_staleness(division: Division, rate: float, effort: Effort) -> Setup:
     """Return the setting under the least bound with `rate`."""
-    for bound in BOUNDS[:-1]:
+    for bound in bounds_of(division.setup)[:-1]:
         setup = replace(division.setup, limits=replace(division.setup.limits, max_staleness=bound))
         if estimate(setup, division.measures, effort).trajectories_per_s >= rate:
             return setup

@@ -1,7 +1,7 @@
 """Discrete-event simulation of admission, play, batches and updates.
 
 Invariants: groups start by the buffer's own rule (`services.buffer.admission`); the same seed gives the same run.
-Engines share turns evenly; a turn's time is that of the concurrency at its start.
+Engines share turns evenly; a turn's time is that of the concurrency at its start, and stands still while engines sleep.
 """
 
 import heapq
@@ -17,6 +17,8 @@ from offbeat.deploy.plan.stations import Average, Servers, Station
 from offbeat.deploy.plan.workload import Measures, PlannedEpisode
 from offbeat.services.buffer.admission import GroupCounts, count_admissible, oldest_consumable
 
+ROUNDING_S = 1e-9
+
 
 class _Group:
     __slots__ = ("began", "done", "is_over", "members", "number", "version")
@@ -31,7 +33,7 @@ class _Group:
 
 
 class _Member:
-    __slots__ = ("began", "env_s", "group", "has_agent", "is_held", "turns")
+    __slots__ = ("began", "due_s", "env_s", "group", "has_agent", "is_held", "turns")
 
     def __init__(self, group: _Group, episode: PlannedEpisode) -> None:
         self.group = group
@@ -40,6 +42,8 @@ class _Member:
         self.is_held = False
         self.has_agent = False
         self.began = 0.0
+        self.due_s = 0.0
+        """End of its turn, in time that engines are awake."""
 
 
 class _Agents:
@@ -63,6 +67,7 @@ class Simulation:
         self._warm_up = self._last = 0
         self._batch = 0
         """0-based; filled or trained."""
+        self._published = 0
         self._standing = self._next = 0
         self._free = setup.slots
         self._queue: deque[_Member] = deque()
@@ -76,6 +81,10 @@ class Simulation:
         self._wait_began = 0.0
         self._served_at = 0.0
         self._generating = 0
+        self._asleep_since: float | None = None
+        self._slept_s = 0.0
+        self._frozen: list[_Member] = []
+        """Whose turns go on when the engines wake."""
         self._train_s = measures.train_s(setup.batch)
         self._workers = [Station() for _ in range(setup.num_workers)]
         self._buffer = Station()
@@ -83,7 +92,7 @@ class Simulation:
         self._call_s = inf if measures.env_call_s is None else measures.env_call_s
         self._envs = [Servers(setup.env_steps) for _ in self._workers] if setup.env_steps else []
         self._agents = [_Agents(setup.agents) for _ in self._workers] if setup.agents else []
-        self._by_turns = not measures.turn_s.is_flat or measures.worker_s > 0 or bool(self._envs)
+        self._by_turns = not measures.turn_s.is_flat or measures.worker_s > 0 or bool(self._envs) or setup.sleeps
         self._statistics = Statistics()
         self._phases: list[float] = (self._rng.random(setup.num_workers) * setup.heartbeat_s).tolist()
 
@@ -175,14 +184,30 @@ class Simulation:
         if member.is_held:
             self._generating += 1
             seconds = self._measures.turn_s.seconds(self._generating / self._setup.num_replicas)
+            member.due_s = self._awake_s + seconds
             self._at(self._now + seconds, self._act, member)
 
     def _act(self, member: _Member) -> None:
+        if self._setup.sleeps and member.due_s - self._awake_s > ROUNDING_S:
+            self._resume(member)
+            return
         self._generating -= 1
         if member.is_held:
             member.turns -= 1
             at = self._step_env(member) if self._envs else self._now + member.env_s
             self._at(at, self._sample if member.turns else self._end, member)
+
+    def _resume(self, member: _Member) -> None:
+        """Go on with a turn that engines have slept through."""
+        if self._asleep_since is None:
+            self._at(self._now + member.due_s - self._awake_s, self._act, member)
+        else:
+            self._frozen.append(member)
+
+    @property
+    def _awake_s(self) -> float:
+        """Time that engines were awake."""
+        return (self._now if self._asleep_since is None else self._asleep_since) - self._slept_s
 
     def _step_env(self, member: _Member) -> float:
         """Return the end of a turn's time outside of engines, of which `env_call_s` takes one of the worker's steps."""
@@ -282,12 +307,28 @@ class Simulation:
         self._taken = None
         self._statistics.waits_s.append(self._now - self._wait_began)
         self._statistics.lags.update(self._batch - group.version for group in groups)
-        self._at(self._now + self._train_s + self._measures.publish_s, self._publish)
+        if self._setup.sleeps and self._asleep_since is None:
+            self._asleep_since = self._now
+        step = self._batch + 1
+        is_due = self._setup.is_publish_due(step) or step - self._published > self._setup.limits.max_staleness
+        self._at(self._now + self._train_s + (self._measures.publish_s if is_due else 0.0), self._publish, is_due)
 
-    def _publish(self, _: None) -> None:
+    def _publish(self, is_due: bool) -> None:
         self._batch += 1
-        self._at(self._now + self._measures.announce_s, self._announce, self._batch)
+        if is_due:
+            self._published = self._batch
+            self._at(self._now + self._measures.announce_s, self._announce, self._batch)
         self._at(self._now + self._measures.other_s, self._finish_step)
+
+    def _wake(self, step: int) -> None:
+        """Wake the engines, unless the learner has taken another batch since."""
+        if self._asleep_since is None or self._batch != step or self._taken is None:
+            return
+        self._slept_s += self._now - self._asleep_since
+        self._asleep_since = None
+        frozen, self._frozen = self._frozen, []
+        for member in frozen:
+            self._resume(member)
 
     def _announce(self, step: int) -> None:
         self._step = step
@@ -310,6 +351,9 @@ class Simulation:
         if len(ends) == self._last:
             return
         self._taken = []
+        if self._setup.sleeps:  # the newest weights are loaded before the first turn
+            load_s = self._measures.serve_s if self._published == self._batch else 0.0
+            self._at(self._now + load_s, self._wake, self._batch)
         self._take()
         self._observe()
 
