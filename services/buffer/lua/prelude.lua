@@ -7,7 +7,8 @@
 --
 -- Keys made from the root:
 --   limits            hash    what `configure` wrote and changes have set, and `paused`
---   ledger            hash    admitted, submitted, trained, dropped, failed, dropped:<reason>, failed:<reason>, next, events
+--   ledger            hash    admitted, submitted, trained, dropped, failed, dropped:<reason>, failed:<reason>, next, events,
+--                             lowest (number that may still be played; see take.lua)
 --   assembling        zset    number of each group being played -> version at its admission, or the step to which the run went back since
 --   stream            stream  complete groups (n number, v version at admission, t temperature), consumer group `learner`
 --   unit:<unit>       hash    a unit is a group being played (t:<number>) or an evaluation (e:<id>): kind, size, members,

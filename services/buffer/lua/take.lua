@@ -9,14 +9,23 @@
 local epoch, last, count = unpack(ARGV)
 if is_fenced(epoch) then return fenced_reply(epoch) end
 
--- Versions never fall as numbers rise, so the lowest number is among those of the lowest version.
-local function lowest_being_played()
-  local first = redis.call('ZRANGE', ASSEMBLING, 0, 0, 'WITHSCORES')
+local function list_lowest()
   local lowest = -1
-  for _, number in ipairs(first[1] and redis.call('ZRANGEBYSCORE', ASSEMBLING, first[2], first[2]) or {}) do
+  for _, number in ipairs(redis.call('ZRANGE', ASSEMBLING, 0, -1)) do
     number = tonumber(number)
     if lowest < 0 or number < lowest then lowest = number end
   end
+  return lowest
+end
+
+-- Numbers are given out in order, once, so the lowest one never falls: each is passed over once in the run's life.
+local function lowest_being_played()
+  if redis.call('ZCARD', ASSEMBLING) == 0 then return -1 end
+  local known, next_number = unpack(redis.call('HMGET', LEDGER, 'lowest', 'next'))
+  local lowest = tonumber(known or nil) or list_lowest()
+  while lowest < tonumber(next_number or 0) and not redis.call('ZSCORE', ASSEMBLING, lowest) do lowest = lowest + 1 end
+  if not redis.call('ZSCORE', ASSEMBLING, lowest) then lowest = list_lowest() end
+  if tostring(lowest) ~= known then redis.call('HSET', LEDGER, 'lowest', lowest) end
   return lowest
 end
 
