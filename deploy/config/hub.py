@@ -20,6 +20,8 @@ from offbeat.trainer.config.issue import ConfigIssue
 
 HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+SECOND_COPIES = ["consolidated*"]
+"""All weights once more, which Mistral's repositories have for its own software."""
 WEIGHTS = ["*.bin"]
 """For repositories without safetensors."""
 MODEL_KEYS = (
@@ -123,7 +125,15 @@ def _snapshot(repo: str, revision: str | None, *, local: bool) -> str:
     from huggingface_hub import snapshot_download
 
     for patterns in (FILES, [*FILES, *WEIGHTS]):
-        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, local_files_only=local))
+        folder = Path(
+            snapshot_download(
+                repo,
+                revision=revision,
+                allow_patterns=patterns,
+                ignore_patterns=SECOND_COPIES,
+                local_files_only=local,
+            )
+        )
         if any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
             return str(folder)
     raise HubError(f"the snapshot of {repo} has no weights (*.safetensors, pytorch_model*.bin)")

@@ -44,9 +44,10 @@ def _repack_tied_head(model: Any) -> set[str]:
     heads = {path: module for path, module in tables.items() if isinstance(module, ParallelLMHead)}
     if not heads:  # as in a pipeline's stages before the last, of which those in the middle have no embedding either
         return set()
-    (embedding,) = (module for path, module in tables.items() if path not in heads)
     for head in heads.values():
-        head.weight = embedding.weight
+        size = (head.org_vocab_size, head.embedding_dim)  # Gemma 4 has a table of its layers' inputs, too
+        others = (table for path, table in tables.items() if path not in heads)
+        head.weight = next(table.weight for table in others if (table.org_vocab_size, table.embedding_dim) == size)
         head.quant_method.process_weights_after_loading(head)
     return {f"{path}.weight" for path in heads}
 

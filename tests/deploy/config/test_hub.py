@@ -60,6 +60,16 @@ def test_an_id_is_a_snapshot_from_the_hub_and_then_from_its_cache(folder: Path, 
         assert yaml.safe_load(again.stdout)["pretrain"] == str(snapshot)
 
 
+def test_a_second_copy_of_all_weights_is_not_downloaded(folder: Path, hub: str, tmp_path: Path):
+    """As Mistral's repositories have it, beside the files of transformers."""
+    (folder / "policy" / "consolidated.safetensors").write_bytes(b"once more")
+    done = show(folder, tmp_path, NAME, HF_ENDPOINT=hub)
+    (folder / "policy" / "consolidated.safetensors").unlink()
+    assert done.returncode == 0, done.stderr
+    names = {path.name for path in Path(yaml.safe_load(done.stdout)["pretrain"]).iterdir()}
+    assert names == {path.name for path in (folder / "policy").iterdir()}
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [

@@ -2,6 +2,11 @@
 
 import pytest
 import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 
 from offbeat.services.generation.vllm.loading import _agrees, _probe_agrees, _repack_tied_head
 
@@ -50,3 +55,34 @@ def test_rows_are_compared_with_the_files_tensors_one_after_the_other() -> None:
 
 def test_a_stage_in_the_middle_of_a_pipeline_has_no_tied_head() -> None:
     assert _repack_tied_head(torch.nn.Linear(2, 2)) == set()
+
+
+class Table(VocabParallelEmbedding):
+    """A table without the ranks that vLLM's own asks for."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        torch.nn.Module.__init__(self)
+        self.org_vocab_size, self.embedding_dim = rows, width
+        self.weight = torch.nn.Parameter(torch.rand(rows, width))
+
+
+class Packing(UnquantizedEmbeddingMethod):
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        layer.register_buffer("packed", layer.weight.detach())
+
+
+class Head(Table, ParallelLMHead):
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__(rows, width)
+        self.quant_method = Packing()
+
+
+@pytest.mark.parametrize("first", ["embed_tokens", "embed_tokens_per_layer"])
+def test_a_tied_head_has_the_table_of_its_size(first: str) -> None:
+    """Gemma 4 E2B has a second table, of its layers' inputs."""
+    tables = {"embed_tokens": Table(8, 4), "embed_tokens_per_layer": Table(8, 6)}
+    head = Head(8, 4)
+    model = torch.nn.ModuleDict({first: tables[first], **tables, "lm_head": head})
+    assert _repack_tied_head(model) == {"lm_head.weight"}
+    assert head.weight is tables["embed_tokens"].weight
+    assert torch.equal(head.packed, head.weight)
