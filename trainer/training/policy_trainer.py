@@ -109,7 +109,13 @@ class PolicyTrainer:
                 max_tokens=self._config.sequence_length,
             )
             loss = warm_start(
-                self._policy, warm, demonstrate, seed=self._config.seed, progress=progress, should_stop=should_stop
+                self._policy,
+                warm,
+                demonstrate,
+                seed=self._config.seed,
+                limits=self._train.training_args,
+                progress=progress,
+                should_stop=should_stop,
             )
             if loss is None:
                 return False

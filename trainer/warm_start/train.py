@@ -4,18 +4,21 @@ Invariant: equal seeds give equal weights.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from offbeat.services.errors import ControlError
 from offbeat.services.telemetry import Partial, merge_all
+from offbeat.trainer.config.actor_train import TrainingArgs
 from offbeat.trainer.config.warm_start import WarmStartConfig
+from offbeat.trainer.data.batch import balanced_bins
 from offbeat.trainer.engines.base import Hyperparameters, TrainEngine
 from offbeat.trainer.engines.schedule import plateau_rate
 from offbeat.trainer.losses.supervised import SupervisedLosses
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import Sampled
-from offbeat.trainer.warm_start.demonstrations import Demonstrate, pack_demonstrations
+from offbeat.trainer.warm_start.demonstrations import Demonstrate, Demonstration, pack_demonstrations
 
 logger = logging.getLogger(__name__)
 
@@ -32,24 +35,37 @@ def warm_start(
     demonstrate: Demonstrate,
     *,
     seed: int,
+    limits: TrainingArgs,
     progress: Progress,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> float | None:
     """Train the policy, then reset the optimizer; collective.
 
+    limits: for `max_tokens_per_microbatch` and `max_skipped_steps`.
     progress: every ten steps and after the last.
 
     Returns:
         The last step's loss in nats per token; None if stopped.
+
+    Raises:
+        ControlError: the gradient was not finite in `max_skipped_steps` consecutive steps.
     """
     rng = np.random.default_rng([seed, DEMO_SEED_STREAM])
-    loss = 0.0
+    loss, num_skipped = 0.0, 0
     for step in range(config.steps):
         if should_stop():
             return None
         demos = [demo for _ in range(config.episodes_per_step) for demo in demonstrate(rng)]
-        shards = [demos[i :: engine.data_size] for i in range(min(engine.data_size, len(demos)))]
-        loss = _step(engine, [pack_demonstrations(shard) for shard in shards], _hyperparameters(config, step))
+        batch = _cut(demos, limits.max_tokens_per_microbatch, engine.data_size)
+        losses = SupervisedLosses(sum(len(x.positions) for x in batch))
+        outcome = engine.train(batch, losses.of_policy, _hyperparameters(config, step))
+        loss = merge_all(losses.gauges).get("loss", Partial("mean", 0.0)).value  # 0: none of this rank's
+        num_skipped = 0 if outcome.applied or outcome.overflowed else num_skipped + 1
+        if num_skipped >= limits.max_skipped_steps:
+            raise ControlError(
+                f"warm start: the gradient was not finite in {num_skipped} consecutive steps, up to step {step + 1} (loss "
+                f"{loss:.3g}): lower warm_start.learning_rate ({config.learning_rate:g})"
+            )
         if step % 10 == 9 or step + 1 == config.steps:
             progress(step + 1, config.steps)
     engine.reset_optimizer()
@@ -57,11 +73,10 @@ def warm_start(
     return loss
 
 
-def _step(engine: TrainEngine[Sampled], batch: list[PackedInput], hyperparameters: Hyperparameters) -> float:
-    """Return the loss per token of this rank's demonstrations; 0 if it has none."""
-    losses = SupervisedLosses(sum(len(x.positions) for x in batch))
-    engine.train(batch, losses.of_policy, hyperparameters)
-    return merge_all(losses.gauges).get("loss", Partial("mean", 0.0)).value
+def _cut(demos: Sequence[Demonstration], max_tokens: int, data_size: int) -> list[PackedInput]:
+    """Pack demonstrations into micro-batches, their number a multiple of `data_size` if there are enough."""
+    bins = balanced_bins([len(demo.tokens) for demo in demos], max_tokens, data_size)
+    return [pack_demonstrations([demos[i] for i in sorted(members)]) for members in bins]
 
 
 def _hyperparameters(config: WarmStartConfig, step: int) -> Hyperparameters:

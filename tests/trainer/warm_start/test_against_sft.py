@@ -12,7 +12,7 @@ from offbeat.services.messages.types import Group
 from offbeat.services.rollout.config import CustomEnv
 from offbeat.services.rollout.data.config import DataConfig
 from offbeat.services.rollout.data.source import DataSource
-from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.config.actor_train import ModelArgs, TrainingArgs
 from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.config.warm_start import WarmStartConfig
@@ -51,7 +51,7 @@ def test_equal_conversations_give_equal_weights(train_on: str, is_equal: bool, t
 
     demonstrate = make_demonstrator(WARM, ENV, load_chat_format(tmp_path / "model"), max_tokens=512)
     warm = PlainEngine(load_policy(tmp_path / "model", ModelArgs(), seed=1))
-    last_loss = warm_start(warm, WARM, demonstrate, seed=SEED, progress=lambda *_: None)
+    last_loss = warm_start(warm, WARM, demonstrate, seed=SEED, limits=TrainingArgs(), progress=lambda *_: None)
 
     tuned = PlainEngine(load_policy(tmp_path / "model", ModelArgs(), seed=1))
     loss = fine_tune(tuned, tmp_path, train_on)

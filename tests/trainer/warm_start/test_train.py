@@ -1,5 +1,6 @@
 """Warm start: demonstrations equal what a rollout would have recorded, and the policy learns them."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import torch
 
 from offbeat.envs.frozen_lake import WORDS
 from offbeat.services.chat.append_only import ChatFormat, load_chat_format
+from offbeat.services.errors import ControlError
 from offbeat.services.rollout.config import CustomEnv
-from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.config.actor_train import ModelArgs, TrainingArgs
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.config.warm_start import WarmStartConfig
 from offbeat.trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
@@ -56,7 +58,7 @@ def run(
     engine: PlainEngine, chat: ChatFormat, *, seed: int = 1, max_tokens: int = 512, config: WarmStartConfig = WARM
 ) -> float:
     demonstrate = make_demonstrator(config, ENV, chat, max_tokens=max_tokens)
-    loss = warm_start(engine, config, demonstrate, seed=seed, progress=lambda *_: None)
+    loss = warm_start(engine, config, demonstrate, seed=seed, limits=TrainingArgs(), progress=lambda *_: None)
     assert loss is not None
     return loss
 
@@ -158,6 +160,7 @@ def test_the_loss_is_per_token_whatever_the_number_of_processes(folder: Path, ch
             config,
             lambda _: [demo, demo],
             seed=1,
+            limits=TrainingArgs(),
             progress=lambda *_: None,
         )
         for kind in (PlainEngine, FirstOfTwo)
@@ -182,6 +185,60 @@ def test_long_demonstrations_are_truncated(folder: Path, chat: ChatFormat) -> No
         run(learner, chat, max_tokens=10)
 
 
+@pytest.mark.parametrize("data_size", [1, 2])
+def test_passes_are_bounded_as_in_training(folder: Path, chat: ChatFormat, data_size: int) -> None:
+    class Copies(PlainEngine):
+        pass
+
+    Copies.data_size = data_size
+    (messages,) = conversations(ENV)
+    demo = tokenize(chat, messages)
+    length = len(demo.tokens)
+    learners = [Copies(load_policy(folder, ModelArgs(), seed=1)) for _ in range(2)]
+    losses = [
+        warm_start(
+            learner,
+            WARM.model_copy(update={"steps": 1}),
+            lambda _: [demo] * 5,
+            seed=1,
+            limits=TrainingArgs(max_tokens_per_microbatch=budget),
+            progress=lambda *_: None,
+        )
+        for learner, budget in zip(learners, (2 * length + 1, 100 * length), strict=True)
+    ]
+    assert max(len(x.tokens) for x in learners[0].seen[0]) == 2 * length
+    assert [len(learner.seen[0]) for learner in learners] == [{1: 5, 2: 6}[data_size], data_size]
+    assert losses[0] == pytest.approx(losses[1])
+    states = [learner.module.state_dict()["model.model.norm.weight"] for learner in learners]
+    torch.testing.assert_close(*states)
+
+
+def test_a_gradient_that_stays_infinite_ends_the_warm_start(folder: Path, chat: ChatFormat) -> None:
+    class Overflowing(PlainEngine):
+        """Applies every third step."""
+
+        def train(
+            self, batch: Sequence[PackedInput], loss: LossFunction[Any], hyperparameters: Hyperparameters
+        ) -> StepOutcome:
+            outcome = super().train(batch, loss, hyperparameters)
+            return outcome if len(self.rates) % 3 == 0 else StepOutcome(False, math.inf)
+
+    (messages,) = conversations(ENV)
+    demo = tokenize(chat, messages)
+
+    def train(max_skipped_steps: int) -> Overflowing:
+        learner = Overflowing(load_policy(folder, ModelArgs(), seed=1))
+        limits = TrainingArgs(max_skipped_steps=max_skipped_steps)
+        warm_start(learner, WARM, lambda _: [demo], seed=1, limits=limits, progress=lambda *_: None)
+        return learner
+
+    assert len(train(3).rates) == WARM.steps
+    with pytest.raises(
+        ControlError, match=r"2 consecutive steps, up to step 2 \(loss .*\): lower warm_start.learning_rate"
+    ):
+        train(2)
+
+
 def test_warm_start_stops_between_steps(folder: Path, chat: ChatFormat) -> None:
     learner = engine(folder)
     result = warm_start(
@@ -189,6 +246,7 @@ def test_warm_start_stops_between_steps(folder: Path, chat: ChatFormat) -> None:
         WARM,
         make_demonstrator(WARM, ENV, chat, max_tokens=512),
         seed=1,
+        limits=TrainingArgs(),
         progress=lambda *_: None,
         should_stop=lambda: len(learner.rates) == 2,
     )

@@ -25,7 +25,7 @@ from offbeat.services.messages.types import (
 from offbeat.services.rollout.config import CustomEnv
 from offbeat.services.rollout.envs.runners import EnvSpec, InlineEnv
 from offbeat.services.rollout.episodes.episode import EpisodePlan, play
-from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.config.actor_train import ModelArgs, TrainingArgs
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig, TinyVisionConfig
 from offbeat.trainer.config.warm_start import WarmStartConfig
 from offbeat.trainer.models.loading import load_policy
@@ -178,7 +178,7 @@ def test_the_policy_learns_to_read_images(folder: Path, chat: ChatFormat) -> Non
 
     def loss_after(steps: int) -> float:
         config = WARM.model_copy(update={"steps": steps, "episodes_per_step": 8, "learning_rate": 1e-3})
-        loss = warm_start(learner, config, demonstrate, seed=1, progress=lambda *_: None)
+        loss = warm_start(learner, config, demonstrate, seed=1, limits=TrainingArgs(), progress=lambda *_: None)
         assert loss is not None
         return loss
 
