@@ -1,6 +1,7 @@
 """`offbeat agent check`: real gateway, real processes, a policy that answers at random."""
 
 import asyncio
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from offbeat.deploy.cli.app import app
 from offbeat.deploy.config.loader import load_run
-from offbeat.deploy.play.agent_check import AgentReport, check_agent, try_agents
+from offbeat.deploy.play.agent_check import AgentReport, _read_row, check_agent, try_agents
 from offbeat.deploy.play.parquet import read_parquet
 from offbeat.services.rollout.config import AgentRunner, CustomEnv
 from tests.paths import QUICKSTART
@@ -189,3 +190,29 @@ def test_random_answers_go_to_the_tags_agent(tmp_path: Path):
     played = read_parquet(out)
     assert len(played) == 2
     assert all(row.metrics["agent_calls"] >= 1 for row in played), played
+
+
+def test_a_checked_agent_gets_the_rows_that_it_answers_and_need_not_reward_itself(tmp_path: Path):
+    """An agent that can't answer without a row's messages fails its call."""
+    row = {
+        "messages": [
+            {"role": "user", "content": "P"},
+            {"role": "assistant", "content": "Up"},
+            {"role": "user", "content": "G"},
+        ]
+    }
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    agent = AgentRunner(path="tests.played_agents:answers_messages")
+    env = CustomEnv(
+        env_type="prompt", env_config={"dataset_name": str(tmp_path / "rows.jsonl")}, max_steps=1, agent_runner=agent
+    )
+    scored = asyncio.run(check_agent("Rows", env, num_episodes=1, is_scored=True))
+    assert ([f.rule for f in scored.findings], scored.num_calls) == (["history"], 1), (
+        "the row's own answer is unverified"
+    )
+    alone = asyncio.run(check_agent("Rows", env, num_episodes=1))
+    assert [finding.rule for finding in alone.problems] == ["reward"]
+    tools = {"env_type": "prompt", "env_config": env.env_config, "tools": [{"tool_id": "search", "corpus": "none"}]}
+    wrapped = _read_row(env.model_copy(update={"env_type": "tools", "env_config": tools}), 3)
+    assert wrapped is not None
+    assert wrapped.turns == ("P", "Up", "G")

@@ -13,7 +13,8 @@ from offbeat.envs.dataset.arithmetic import write_problems
 from offbeat.envs.dataset.files import open_rows
 from offbeat.services.chat.append_only import load_chat_format
 from offbeat.services.messages.types import Completion, EpisodeKind, VersionSpan
-from tests.paths import CONFIGS
+from offbeat.services.reward.config import RewardsConfig
+from tests.paths import CONFIGS, QUICKSTART
 
 
 @pytest.fixture
@@ -43,3 +44,25 @@ async def test_validation_rows_are_answered_in_order_and_scored(config: RunConfi
     without = config.model_copy(update={"data": config.data.model_copy(update={"val_dataset_name": None})})
     with pytest.raises(ValueError, match=r"there are no validation rows: set it, or take --split train"):
         await run_episodes(without, request, chat, sample, lambda _, __: None)
+
+
+async def test_episodes_of_envs_are_scored_by_the_runs_rewards(tmp_path: Path):
+    """A reward of another tag has no part in it."""
+    other = {"name": "other", "kind": "regex", "pattern": ".", "tags": ["Other"]}
+    left = {"name": "left", "kind": "regex", "pattern": "^Left$", "weight": 3.0}
+    rewards = RewardsConfig.model_validate({"rewards": (left, other)}, strict=False).rewards
+    config = load_run(QUICKSTART, ["warm_start=null"]).model_copy(update={"rewards": rewards})
+    write_policy(config, tmp_path / "policy")
+    chat = load_chat_format(tmp_path / "policy")
+    answer = (*chat.encode("Left"), chat.end_id)
+
+    async def sample(_: Sequence[int], __: int) -> Completion:
+        return Completion("r", answer, (-0.5,) * len(answer), (VersionSpan(0, len(answer), 0),))
+
+    request = EpisodeRequest(4, 2, EpisodeKind.EVAL, seed=1, concurrency=4)
+    played = (await run_episodes(config, request, chat, sample, lambda _, __: None)).trajectories
+    assert len(played) == 4
+    for trajectory in played:
+        assert (trajectory.metrics["reward/left"], "reward/other" in trajectory.metrics) == (1.0, False)
+        assert trajectory.turns[-1].reward >= 3.0 - 0.5
+        assert all(turn.reward < 2.0 for turn in trajectory.turns[:-1])
