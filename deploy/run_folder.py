@@ -51,6 +51,7 @@ WRITTEN = {
     "episodes.gif": (),
     "episodes.html": (),
     "evaluations": ("*.jsonl", "*.trajectories", ".epoch-*"),
+    "history.msgpack": (),
     "learning_curve.png": (),
     "ledger": ("groups.jsonl", "steps.jsonl"),
     "logs": (),
@@ -64,6 +65,7 @@ WRITTEN = {
     "weights": ("offbeat-*",),
     CLAIM: (),
     CONFIG_PART: (),
+    ".history.msgpack.part": (),
     ".report.json.part": (),
     ".start-*": (),
 }

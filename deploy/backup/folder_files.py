@@ -18,6 +18,7 @@ from offbeat.services.buffer.group_ledger import LEDGER_FILE
 
 LEFT_OUT = (
     *("logs", "weights", "restored", ".claim", ".config.yaml.part", ".report.json.part", ".start-*"),
+    *("history.msgpack", ".history.msgpack.part"),
     run_folder.REDIS,
     run_folder.ENDPOINTS,
     run_folder.LOCK,

@@ -16,6 +16,7 @@ from offbeat.deploy.play.target import load_config
 from offbeat.deploy.redis_address import find_url, has_other_run, resolve_url
 from offbeat.deploy.report.history import RunHistory
 from offbeat.deploy.report.report import ReportMaker, read_report
+from offbeat.deploy.report.saved_history import read_history_file
 from offbeat.deploy.run_folder import CONFIG
 from offbeat.services.buffer.admin import snapshot_from
 from offbeat.services.buffer.scripts import BufferScripts
@@ -25,7 +26,6 @@ from offbeat.services.keys import RunKeys
 from offbeat.services.redis.connection import connect
 from offbeat.services.redis.server import EmbeddedRedis
 from offbeat.services.telemetry import RedisMetrics
-from offbeat.trainer.trackers.metrics_file import METRICS_FILE, read_metrics
 
 PAGE = 5000
 REDIS_TIMEOUT_S = 3.0
@@ -65,7 +65,7 @@ def read_history(redis: Redis, run_id: str, folder: Path) -> tuple[RunHistory, C
     run.
     """
     history = RunHistory()
-    history.add(read_metrics(folder / METRICS_FILE))
+    read_history_file(folder, history)
     counters = update_history(redis, run_id, history)
     if not history.attempts:  # only `offbeat train` records them
         history.attempts = _attempts(redis, run_id)

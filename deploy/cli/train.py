@@ -31,6 +31,7 @@ from offbeat.deploy.local.signals import termination_signals
 from offbeat.deploy.local.supervision import run_beside
 from offbeat.deploy.report.history import RunHistory
 from offbeat.deploy.report.report import ReportMaker
+from offbeat.deploy.report.saved_history import count_unread_bytes, read_history_file, save_history
 from offbeat.deploy.run_marker import FolderInUseError
 from offbeat.deploy.run_setup import LOGS, make_log_folder
 from offbeat.services.control.client import ControlClient
@@ -42,7 +43,6 @@ from offbeat.services.ports import find_port_problem
 from offbeat.services.redis.connection import connect
 from offbeat.services.redis.errors import retryable
 from offbeat.services.telemetry import configure_logging
-from offbeat.trainer.trackers.metrics_file import METRICS_FILE, read_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,10 @@ START_POLL_S = 0.5
 WATCH_POLL_S = 1.0
 """Each poll costs CPU time."""
 METRICS_PAGE = 2000
+NOTED_BYTES = 50_000_000
+"""Of metrics, whose reading takes seconds."""
+SAVE_INTERVAL_S = 900.0
+"""Of the history: a resumed run reads the metrics since then."""
 REPORT_PATIENCE_S = 1.0
 """Redis' retry timeout for an unfinished run's report."""
 UNREACHABLE_S = 240.0
@@ -121,6 +125,7 @@ class TrainCommand:
         self._report = ReportMaker(config, self._history)
         self._interrupted = asyncio.Event()
         self._is_signalled = False
+        self._saved_at = time.monotonic()
         self._last: RunView | None = None
         self._warned: set[str] = set()
 
@@ -169,13 +174,27 @@ class TrainCommand:
             await asyncio.wait({task, interrupt}, timeout=1.0)
 
     async def _run_to_its_end(self) -> None:
-        await asyncio.to_thread(self._history.add, read_metrics(self._config.output_dir / METRICS_FILE))
+        await self._read_history()
         self._view.print("Starting Redis, Ray, the learner and the services ...")
         # Beside the watch: who asks a service whose Redis is gone waits for its answer
         view = await run_beside(self._start_and_watch(), [self._mesh.supervise()])
         if view.state is RunState.FAILED:
             log = self._config.output_dir / (view.log or LOGS)
             raise TrainingFailedError(f"{view.error}\nRead {_short_path(log)}")
+
+    async def _read_history(self) -> None:
+        folder = self._config.output_dir
+        unread = await asyncio.to_thread(count_unread_bytes, folder)
+        is_long = unread > NOTED_BYTES
+        if is_long:
+            self._view.print(f"Reading {unread / 1e6:,.0f} MB of the run's metrics ...")
+        await asyncio.to_thread(read_history_file, folder, self._history)
+        if is_long:
+            await self._save_history()
+
+    async def _save_history(self) -> None:
+        await asyncio.to_thread(save_history, self._config.output_dir, self._history)
+        self._saved_at = time.monotonic()
 
     async def _start_and_watch(self) -> RunView:
         async with await self._start() as client:
@@ -209,6 +228,8 @@ class TrainCommand:
                 self._last = view
                 self._view.show(view, self._history)
                 self._warn(view)
+                if time.monotonic() > self._saved_at + SAVE_INTERVAL_S:
+                    await self._save_history()
                 if view.state.is_terminal or _has_trained(view):
                     return view
             await asyncio.sleep(WATCH_POLL_S)
@@ -236,6 +257,7 @@ class TrainCommand:
         self._view.close()
         self._report.write(self._last.counters if self._last else None, ended_at=time.time())
         self._report.show()
+        await self._save_history()
         if self._last is not None and self._last.error:
             self._view.print(f"The run finished, but {self._last.error}")
             return UNTRAINED
@@ -275,6 +297,7 @@ class TrainCommand:
             self._report.write(counters, ended_at=time.time())
         except Exception:  # its Redis is gone; the exit code is that of the run
             logger.exception("report.json could not be written")
+        save_history(self._config.output_dir, self._history)
 
     def _show_resume_command(self) -> None:
         self._view.print(f"Resume with: {self._resume_command}")

@@ -36,27 +36,34 @@ class Steps:
     """Unique steps in order, in compact columns."""
 
     def __init__(self) -> None:
-        self._numbers = array("q")
-        self._times = array("d")
+        self.numbers = array("q")
+        self.times = array("d")
         self._values = {name: array("d") for name in OF_EVERY_STEP}
+
+    def columns(self) -> dict[str, "array[float]"]:
+        """Return the values by name, missing ones as NaN."""
+        return self._values
+
+    def restore(self, numbers: "array[int]", times: "array[float]", columns: dict[str, "array[float]"]) -> None:
+        self.numbers, self.times, self._values = numbers, times, columns
 
     def add(self, step: Step) -> None:
         """Add a step, dropping later ones."""
-        while self._numbers and self._numbers[-1] >= step.number:
-            for column in (self._numbers, self._times, *self._values.values()):
+        while self.numbers and self.numbers[-1] >= step.number:
+            for column in (self.numbers, self.times, *self._values.values()):
                 column.pop()
-        self._numbers.append(step.number)
-        self._times.append(step.time)
+        self.numbers.append(step.number)
+        self.times.append(step.time)
         for name, column in self._values.items():
             column.append(step.value(name))
 
     def newest(self, count: int | None = None) -> list[Step]:
-        first = 0 if count is None else max(len(self._numbers) - count, 0)
-        return [self._step(row) for row in range(first, len(self._numbers))]
+        first = 0 if count is None else max(len(self.numbers) - count, 0)
+        return [self._step(row) for row in range(first, len(self.numbers))]
 
     def _step(self, row: int) -> Step:
         values = ((name, column[row]) for name, column in self._values.items())
-        return Step(self._numbers[row], self._times[row], {name: value for name, value in values if value == value})
+        return Step(self.numbers[row], self.times[row], {name: value for name, value in values if value == value})
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,19 +108,22 @@ class RunHistory:
     """`source/metric` -> mean."""
     attempts: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
     """(start, last sign of life), Unix times."""
-    _recent: dict[str, deque[tuple[float, float]]] = field(default_factory=dict[str, deque[tuple[float, float]]])
-    _now: float = 0.0
-    _window: list[Step] = field(default_factory=list[Step])
+    recent: dict[str, deque[tuple[float, float]]] = field(default_factory=dict[str, deque[tuple[float, float]]])
+    """`source/metric` -> (time, amount) of sums in the window of rates."""
+    now: float = 0.0
+    """Newest record's time."""
+    steps_of_window: list[Step] = field(default_factory=list[Step])
+    """First step and the newest `WINDOW_STEPS`."""
 
     @property
     def window(self) -> list[Mapping[str, float]]:
         """Values of the first step and the newest `WINDOW_STEPS`."""
-        return [step.values for step in self._window]
+        return [step.values for step in self.steps_of_window]
 
     def add(self, records: Iterable[tuple[str, MetricRecord]]) -> None:
         for entry_id, record in records:
             self.position = entry_id
-            self._now = max(self._now, record.time)
+            self.now = max(self.now, record.time)
             self._count(record)
             if self.attempts and record.source != "command":
                 self.attempts[-1] = (self.attempts[-1][0], max(record.time, self.attempts[-1][1]))
@@ -146,8 +156,8 @@ class RunHistory:
                     continue
 
     def _lately(self, key: str) -> deque[tuple[float, float]]:
-        recent = self._recent.setdefault(key, deque())
-        while len(recent) > 2 and recent[0][0] < self._now - RATE_S:
+        recent = self.recent.setdefault(key, deque())
+        while len(recent) > 2 and recent[0][0] < self.now - RATE_S:
             recent.popleft()
         return recent
 
@@ -163,11 +173,11 @@ class RunHistory:
 
     def _add_to_window(self, step: Step) -> None:
         """Add a step after dropping later ones; the first one stays."""
-        while self._window and self._window[-1].number >= step.number:
-            del self._window[-1]
-        self._window.append(step)
-        if len(self._window) > WINDOW_STEPS + 1:
-            del self._window[1]
+        while self.steps_of_window and self.steps_of_window[-1].number >= step.number:
+            del self.steps_of_window[-1]
+        self.steps_of_window.append(step)
+        if len(self.steps_of_window) > WINDOW_STEPS + 1:
+            del self.steps_of_window[1]
 
     def _add_evaluation(self, record: MetricRecord) -> None:
         values = record.values
@@ -210,7 +220,7 @@ class RunHistory:
             return None
         # The first record's amount came before its time.
         amount, span_s = sum(amount for _, amount in recent) - recent[0][1], recent[-1][0] - recent[0][0]
-        overdue_s = self._now - recent[-1][0] - max(span_s, RATE_S)
+        overdue_s = self.now - recent[-1][0] - max(span_s, RATE_S)
         return amount / (span_s + max(overdue_s, 0.0))
 
     def seconds_per_step(self, over: int = 20) -> float | None:

@@ -6,6 +6,7 @@ once.
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,9 +63,63 @@ def id_order(entry_id: str) -> tuple[int, ...]:
     return tuple(map(int, entry_id.split("-")))
 
 
-def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    newest = id_order("0")
-    for line in read_lines(path, 0, 0):
+def find_offset(path: Path, position: str) -> int:
+    """Return where the records after `position` begin, in bytes; 0 without any up to it."""
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        low, high = 0, file.seek(0, os.SEEK_END)
+        while high - low > CHUNK_BYTES:
+            middle = (low + high) // 2
+            file.seek(middle)
+            file.readline()
+            if _is_up_to(position, file.readline()):
+                low = file.tell()
+            else:
+                high = middle
+        file.seek(low)
+        while _is_up_to(position, file.readline()):
+            low = file.tell()
+    return low
+
+
+def _is_up_to(position: str, line: bytes) -> bool:
+    record = _record(line) if line.endswith(b"\n") else None
+    return record is not None and "id" in record and id_order(str(record["id"])) <= id_order(position)
+
+
+def id_before(path: Path, offset: int) -> str:
+    """Return the id of the record that ends at `offset`; empty if none does."""
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) < offset:
+            return ""
+        length = CHUNK_BYTES
+        while True:
+            start = max(0, offset - length)
+            file.seek(start)
+            *earlier, last = file.read(offset - start).splitlines(keepends=True) or [b""]
+            if start == 0 or earlier:
+                break
+            length *= 2
+    record = _record(last) if last.endswith(b"\n") else None
+    return "" if record is None else str(record.get("id", ""))
+
+
+def find_newest(path: Path, num_bytes: int) -> int:
+    """Return where the first line in the last `num_bytes` begins; 0 of a smaller file. Raises OSError."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size <= num_bytes:
+            return 0
+        file.seek(size - num_bytes)
+        file.readline()
+        return file.tell()
+
+
+def read_records(path: Path, offset: int = 0, after: str = "0") -> Iterator[dict[str, Any]]:
+    """Yield the records from a line's `offset` on, without those up to `after`."""
+    newest = id_order(after)
+    for line in read_lines(path, 0, offset):
         record = line.record
         if record is None:
             continue
@@ -76,9 +131,9 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
         yield record
 
 
-def read_metrics(path: Path) -> Iterator[tuple[str, MetricRecord]]:
+def read_metrics(path: Path, offset: int = 0, after: str = "0") -> Iterator[tuple[str, MetricRecord]]:
     """Yield (id, record) without samples; nothing of a file that an earlier version, without `parts`, began."""
-    for row in read_records(path):
+    for row in read_records(path, offset, after):
         if "parts" not in row:
             return
         values = {name: _partial(value, row["parts"][name]) for name, value in row["values"].items()}

@@ -9,15 +9,14 @@ import pytest
 
 from offbeat.deploy.config.loader import load_run
 from offbeat.deploy.plan.measurements import (
-    MetricRow,
     PlanError,
     intraclass_correlation_of,
     mean_reporting,
     measure,
     read_batches,
     read_measures,
-    read_rows,
 )
+from offbeat.deploy.plan.metric_rows import MetricRow, read_rows
 from offbeat.deploy.plan.workload import MeasuredWorkload
 from offbeat.services.messages.types import Trajectory
 from offbeat.services.telemetry import MetricRecord, Partial
@@ -221,6 +220,32 @@ def test_a_run_folder_gives_metrics_and_batches(tmp_path: Path):
         half.write('{"time": 3.0, "sour')
     assert read_measures(folder, config).num_episodes == 6
     assert len(list(read_rows(folder / METRICS_FILE))) >= 18
+
+
+def test_of_a_long_run_the_newest_metrics_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = write_run(tmp_path / "lake")
+    config = load_run(QUICKSTART, [f"output_dir={folder}"])
+    file = MetricsFile(folder / METRICS_FILE)
+    old = [MetricRecord("generation", {"load_s": Partial("last", 1e6)}, time=0.0)] * 500
+    new = [
+        MetricRecord(
+            row.source, {n: Partial("last", v) for n, v in row.values.items()}, row.step, dict(row.labels), row.time
+        )
+        for row in [*step_rows(), *rollout_rows()]
+    ]
+    size = 0
+    for number, record in enumerate([*old, *new]):
+        if record is new[0]:
+            file.flush()
+            size = (folder / METRICS_FILE).stat().st_size
+        file.write(f"{10**13 + number}-0", record)
+    file.flush()
+    assert read_measures(folder, config).measures.serve_s > 1e5
+    newest = (folder / METRICS_FILE).stat().st_size - size
+    monkeypatch.setattr("offbeat.deploy.plan.measurements.NEWEST_BYTES", newest + 10)
+    measured = read_measures(folder, config)
+    assert measured.measures.serve_s == 0
+    assert "measured over the newest" in measured.notes[0]
 
 
 def test_of_the_records_of_a_long_run_only_what_is_measured_is_held(tmp_path: Path):
