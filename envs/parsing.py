@@ -3,13 +3,22 @@
 Invariant: an invalid text gives `action=None`.
 """
 
+import logging
 import re
+import time
 from collections.abc import Mapping, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from functools import lru_cache
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import regex
+
+logger = logging.getLogger(__name__)
 
 ANSWER_PATTERN = r"<answer>(.*?)</answer>"
 THINK_ANSWER_PATTERN = r"<think>(.*?)</think>\s*<answer>(.*?)</answer>"
 WHOLE_PATTERN = r"^(.*)$"
+MAX_MATCH_S = 1.0
+"""CPU time of a pattern on an answer: a policy that repeats `<think>` makes one backtrack for minutes."""
 
 A = TypeVar("A")
 
@@ -56,11 +65,51 @@ def fenced_pattern(languages: str) -> str:
     return rf"{foreign}|```{own}(.*?)```"
 
 
-def compile_pattern(pattern: str) -> re.Pattern[str]:
+class ActionPattern:
+    """Regular expression of `re`, matched in a bounded time in which other threads run; beyond it nothing matches."""
+
+    def __init__(self, pattern: str) -> None:
+        """Raises re.error."""
+        self.groups = re.compile(pattern, re.DOTALL).groups
+        self._compiled = regex.compile(pattern, regex.DOTALL)
+
+    def search(self, text: str) -> Any:
+        """Return the first match, or None."""
+        try:
+            return self._compiled.search(text, concurrent=True, timeout=MAX_MATCH_S)
+        except TimeoutError:
+            self._warn(text)
+            return None
+
+    def find_all(self, text: str) -> list[Any]:
+        """Return all matches."""
+        end_s = time.thread_time() + MAX_MATCH_S
+        matches: list[Any] = []
+        try:
+            for match in self._compiled.finditer(text, concurrent=True, timeout=MAX_MATCH_S):
+                matches.append(match)
+                if time.thread_time() > end_s:
+                    raise TimeoutError
+        except TimeoutError:
+            self._warn(text)
+            return []
+        return matches
+
+    def _warn(self, text: str) -> None:
+        logger.warning(
+            "the pattern %r backtracks for over %g s on an answer of %d characters, which counts as one without a match",
+            self._compiled.pattern,
+            MAX_MATCH_S,
+            len(text),
+        )
+
+
+@lru_cache(maxsize=256)
+def compile_pattern(pattern: str) -> ActionPattern:
     """Compile an action pattern; `.` matches newlines. Raises ValueError unless valid, with one or two groups."""
     try:
-        compiled = re.compile(pattern, re.DOTALL)
-    except re.error as error:
+        compiled = ActionPattern(pattern)
+    except (re.error, regex.error) as error:
         raise ValueError(f"action_pattern {pattern!r} is no regular expression: {error}") from error
     if compiled.groups not in (1, 2):
         raise ValueError(

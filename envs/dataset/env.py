@@ -134,7 +134,7 @@ class QuestionEnv(gymnasium.Env[str, str], Generic[C]):
 def last_group(pattern: str, text: str) -> str | None:
     """Return the last match that has the group, or None; of two groups, the second."""
     compiled = compile_pattern(pattern)
-    groups = [group for match in compiled.finditer(text) if (group := match[compiled.groups]) is not None]
+    groups = [group for match in compiled.find_all(text) if (group := match[compiled.groups]) is not None]
     return groups[-1].strip() if groups else None
 
 
