@@ -27,6 +27,7 @@ from offbeat.trainer.learner.reporter import LearnerReporter
 from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.training.checkpoint_store import CheckpointStore
 from offbeat.trainer.training.policy_trainer import PolicyTrainer
+from offbeat.trainer.training.score_keys import selection_digest
 from offbeat.trainer.training.trainer import Trainer
 from offbeat.trainer.warm_start.train import Progress
 
@@ -123,7 +124,7 @@ class BenchLearner:
             sink=self.records,
             log=RedisEvaluationLog(bench_env.redis, config.exp_name),
             reporter=LearnerReporter(self.records, self.records),
-            scores=RedisGroupScores(bench_env.redis, config.exp_name),
+            scores=RedisGroupScores(bench_env.redis, config.exp_name, selection_digest(config)),
             turns=None,
             should_stop=should_stop,
         )

@@ -2,7 +2,8 @@
 
 The key of a score is `<role>@<digest of what it depends on>`. Scorers claim groups in the order of the stream and
 recompute lost scores; the learner waits for those that it has taken. Both raise RetryableError while Redis does not
-answer (repeatable).
+answer (repeatable). A group without signal is skipped, which holds under one selection (digest of what decides that): a run
+that is resumed with other filters has such groups scored.
 """
 
 import time
@@ -22,6 +23,12 @@ from offbeat.services.redis.incarnation import KnownIncarnation
 
 VALUES, REFUSAL = b"v", b"r"
 """First byte: float32 values, or a refusal's text."""
+UNNEEDED = b"it needs none"
+
+
+def skip_field(key: str, selection: str) -> str:
+    """Return the field that marks a group as skipped under a selection."""
+    return f"{key}/{selection}"
 
 
 class ScoreRefusedError(Exception):
@@ -61,17 +68,22 @@ class ScoreClaim:
 
 
 class RedisGroupScores:
-    def __init__(self, redis: Redis, run_id: str) -> None:
+    def __init__(self, redis: Redis, run_id: str, selection: str = "") -> None:
         self._redis = redis
+        self._selection = selection
         self._keys = BufferKeys(run_id)
 
     def wait(self, number: int, keys: Sequence[str], timeout_s: float) -> dict[str, bytes] | None:
         deadline = time.monotonic() + timeout_s
         blobs = f"{self._keys.root}:blobs:t:{number}"
+        fields = [*keys, *(skip_field(key, self._selection) for key in keys)]
         while True:
             with translate_errors():
                 position = self._newest()  # before the look, so that no later score is missed
-                found = cast(list[bytes | None], self._redis.hmget(blobs, list(keys)))
+                values = cast(list[bytes | None], self._redis.hmget(blobs, fields))
+                found = [
+                    score or skipped for score, skipped in zip(values[: len(keys)], values[len(keys) :], strict=True)
+                ]
                 if None in found and not self._redis.exists(blobs):
                     raise GroupLostError(f"Redis has lost the trajectories of group {number}")
                 scores = {key: blob for key, blob in zip(keys, found, strict=True) if blob is not None}
@@ -94,8 +106,10 @@ class RedisGroupScores:
 class RedisScoreQueue:
     """Groups to score under one key; a successor has the same `scorer`."""
 
-    def __init__(self, redis: Redis, run_id: str, uid: str, scorer: str, key: str, *, lease_s: float) -> None:
-        """lease_s: time without `renew` until others may claim a group."""
+    def __init__(
+        self, redis: Redis, run_id: str, uid: str, scorer: str, key: str, *, lease_s: float, selection: str = ""
+    ) -> None:
+        """lease_s: time without `renew` until others may claim a group. selection: under which groups are skipped."""
         self._redis = redis
         self._run_id = run_id
         self._keys = BufferKeys(run_id)
@@ -103,6 +117,7 @@ class RedisScoreQueue:
         self._known = KnownIncarnation(redis, run_id, uid)
         self._scorer = scorer
         self._key = key
+        self._skipped = skip_field(key, selection)
         self._lease_ms = int(lease_s * 1000)
         self._position = "0-0"
         """Newest stream entry before the last claim."""
@@ -116,21 +131,25 @@ class RedisScoreQueue:
         with translate_errors():
             newest = cast(list[Any], self._redis.xrevrange(self._keys.stream, count=1))
         self._position = newest[0][0].decode() if newest else "0-0"
-        reply = self._call("claim_score", self._scorer, self._key, self._lease_ms, "")
+        reply = self._call("claim_score", self._scorer, self._key, self._lease_ms, "", self._skipped)
         num_missing, *claimed = reply
         return ScoreClaim(int(num_missing), self._decode(*claimed) if claimed else None)
 
     def renew(self, number: int) -> bool:
         """Extend the claim; return False if it is lost."""
-        return bool(self._call("claim_score", self._scorer, self._key, self._lease_ms, number))
+        return bool(self._call("claim_score", self._scorer, self._key, self._lease_ms, number, self._skipped))
 
     def submit(self, number: int, values: bytes) -> bool:
         """Store float32 values; return False if the group is gone or already scored."""
-        return bool(self._call("score", self._scorer, self._key, number, VALUES + values))
+        return bool(self._call("score", self._scorer, self._key, number, VALUES + values, self._key))
 
     def refuse(self, number: int, reason: str) -> None:
         """Store why there is no score."""
-        self._call("score", self._scorer, self._key, number, REFUSAL + reason.encode())
+        self._call("score", self._scorer, self._key, number, REFUSAL + reason.encode(), self._key)
+
+    def skip(self, number: int) -> None:
+        """Store that a group needs no score under this selection."""
+        self._call("score", self._scorer, self._key, number, REFUSAL + UNNEEDED, self._skipped)
 
     def wait_for_group(self, timeout_s: float) -> None:
         with translate_errors():

@@ -56,7 +56,7 @@ from offbeat.trainer.training.checkpoint import Checkpoint, read_epoch
 from offbeat.trainer.training.checkpoint_store import CheckpointStore
 from offbeat.trainer.training.critic_trainer import CriticTrainer
 from offbeat.trainer.training.policy_trainer import PolicyTrainer
-from offbeat.trainer.training.score_keys import start_key
+from offbeat.trainer.training.score_keys import selection_digest, start_key
 from offbeat.trainer.training.trainer import Trainer
 from offbeat.trainer.watchdog import Watchdog, kill_if_hung
 
@@ -342,7 +342,7 @@ class LearnerProcess:
             sink=self._metrics,
             log=RedisEvaluationLog(self._redis, run.run_id, run.uid),
             reporter=self._reporter,
-            scores=RedisGroupScores(self._redis, run.run_id),
+            scores=RedisGroupScores(self._redis, run.run_id, selection_digest(run.config)),
             turns=self._turns,
             should_stop=self._should_stop,
         )

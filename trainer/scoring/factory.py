@@ -8,7 +8,7 @@ from offbeat.trainer.config.scored_roles import scored_roles
 from offbeat.trainer.engines.prompt_model import OpenPromptEngine
 from offbeat.trainer.run import read_run
 from offbeat.trainer.scoring.scorer import Scorer
-from offbeat.trainer.training.score_keys import score_keys
+from offbeat.trainer.training.score_keys import score_keys, selection_digest
 
 REDIS_PATIENCE_S = 10.0
 
@@ -29,5 +29,7 @@ def build_scorer(
     os.environ.update(run.config.environment)
     scored = next(each for each in scored_roles(run.config, run.config.reference) if each.name == role)
     lease_s = run.config.buffer.worker_timeout_s
-    queue = RedisScoreQueue(redis, run_id, uid, name, score_keys(run)[role], lease_s=lease_s)
+    queue = RedisScoreQueue(
+        redis, run_id, uid, name, score_keys(run)[role], lease_s=lease_s, selection=selection_digest(run.config)
+    )
     return Scorer(run, scored, redis, queue, RedisMetrics(redis, run_id, uid), open_engine)

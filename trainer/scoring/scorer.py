@@ -1,6 +1,7 @@
 """Scorer of one role's complete groups, with the learner's model, packing, dtype and attention.
 
-Invariant: every group of the stream gets a score or a refusal with a reason; a successor continues after any exit.
+Invariant: every group of the stream gets a score, a refusal with a reason, or a mark that it needs none; a successor
+continues after any exit.
 """
 
 import contextlib
@@ -34,7 +35,6 @@ IDLE_POLL_S = 0.5
 """Longest wait for a group, or for a dead scorer's claim to end."""
 RETRY_S = 0.5
 RENEWALS_PER_LEASE = 4
-UNNEEDED = "it needs none"
 
 
 class Scorer:
@@ -103,8 +103,11 @@ class Scorer:
 
     def _score(self, scorer: RowScorer, claimed: ClaimedGroup, num_missing: int) -> None:
         group = claimed.group
-        if group is None or not self._is_needed(group):
-            self._queue.refuse(claimed.number, claimed.problem or UNNEEDED)
+        if group is None:
+            self._queue.refuse(claimed.number, claimed.problem)
+            return
+        if not self._is_needed(group):
+            self._queue.skip(claimed.number)
             return
         began, config = time.monotonic(), self._run.config
         try:

@@ -12,6 +12,7 @@ from offbeat.services.chat.template_override import TEMPLATE_FILES
 from offbeat.services.chat.tokenizer import TOKENIZER_FILES
 from offbeat.services.keys import RunKeys
 from offbeat.services.rollout.data.source import message_keys
+from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.roles import TeacherConfig
 from offbeat.trainer.config.scored_roles import ScoredRole, scored_roles
 from offbeat.trainer.run import LearnerRun
@@ -25,6 +26,11 @@ def score_keys(run: LearnerRun) -> Mapping[str, str]:
         **{role.name: f"{role.name}@{_digest(run, role)}" for role in services},
         **{role.name: file_key(run, role, run.model_folder) for role in files},
     }
+
+
+def selection_digest(config: AlgorithmConfig) -> str:
+    """Return a digest of what decides which groups are trained, and by which teachers."""
+    return _hash([config.model_dump(mode="json", include=set(AlgorithmConfig.model_fields))])
 
 
 def role_of_key(key: str) -> str:

@@ -1,14 +1,14 @@
 -- Claim the oldest complete group without a score under a key, or renew the claim of one.
 --
 -- ARGV     1 scorer, 2 key of the score, 3 milliseconds until others may claim the group, 4 number of a group to renew the
---          claim of (empty: claim)
+--          claim of (empty: claim), 5 field that marks a group as skipped: the key, or one of the key and a selection
 -- Returns  claim: how many groups are known to have no such score, claimed ones included, and of the one that was claimed, if any: number,
 --          entry id, version at admission, temperature or nothing, msgpack of {member, blob, ...}. Renewal: 1, or 0 if the
 --          group is gone or another's.
 -- Invariants  a scorer gets the group that it holds again, unless an older one became free, so a lost reply can be requested
 --          again and a restarted scorer continues; claims and scores go with their group's trajectories, so none outlives it;
---          an entry is examined once per key, so the cost does not grow with the scored groups that wait for a checkpoint.
-local scorer, key, lease_ms, renewed = unpack(ARGV)
+--          an entry is examined once per field, so the cost does not grow with the scored groups that wait for a checkpoint.
+local scorer, key, lease_ms, renewed, skipped = unpack(ARGV)
 local now = now_ms()
 local mark = '?' .. key
 
@@ -28,19 +28,20 @@ if renewed ~= '' then
   return 1
 end
 
-local UNSCORED = unscored_key(key)
+local UNSCORED = unscored_key(skipped)
 local EXAMINED, LOOKED_AT = 1000, 16 -- entries per XRANGE, ids per ZRANGE
 
 local function needs_score(entry)
   local number = entry[2][2]
   local blobs = blobs_key('t:' .. number)
   return entry[2][7] ~= 'lost' and redis.call('HEXISTS', REFILLED, number) == 0
-    and redis.call('HEXISTS', blobs, key) == 0 and redis.call('EXISTS', blobs) == 1
+    and redis.call('HEXISTS', blobs, key) == 0 and redis.call('HEXISTS', blobs, skipped) == 0
+    and redis.call('EXISTS', blobs) == 1
 end
 
 -- Note what is new in the stream, in its order; true if there may be more.
 local function examine()
-  local after = redis.call('HGET', SCANNED, key)
+  local after = redis.call('HGET', SCANNED, skipped)
   local entries = redis.call('XRANGE', STREAM, after and '(' .. after or '-', '+', 'COUNT', EXAMINED)
   for _, entry in ipairs(entries) do
     if needs_score(entry) then
@@ -48,7 +49,7 @@ local function examine()
       redis.call('ZADD', UNSCORED, string.format('%.0f', ms * 2048 + math.min(sequence, 2047)), entry[1]) -- below 2^53
     end
   end
-  if #entries > 0 then redis.call('HSET', SCANNED, key, entries[#entries][1]) end
+  if #entries > 0 then redis.call('HSET', SCANNED, skipped, entries[#entries][1]) end
   return #entries == EXAMINED
 end
 

@@ -21,8 +21,8 @@ KEY = "reference@0123456789ab"
 VALUES = np.arange(3, dtype="<f4").tobytes()
 
 
-def queue(run: Run, scorer: str, *, key: str = KEY, lease_s: float = 30.0) -> RedisScoreQueue:
-    return RedisScoreQueue(run.redis, RUN, run_uid(run.redis), scorer, key, lease_s=lease_s)
+def queue(run: Run, scorer: str, *, key: str = KEY, lease_s: float = 30.0, selection: str = "") -> RedisScoreQueue:
+    return RedisScoreQueue(run.redis, RUN, run_uid(run.redis), scorer, key, lease_s=lease_s, selection=selection)
 
 
 def add_scored_groups(run: Run, count: int) -> None:
@@ -129,6 +129,26 @@ async def test_a_refused_score_and_a_lost_group_are_said_by_name(run: Run):
     run.redis.delete(f"{BufferKeys(RUN).root}:blobs:t:0")
     with pytest.raises(GroupLostError, match="group 0"):
         scores.wait(0, [KEY], 0)
+
+
+async def test_a_group_that_needed_no_score_is_scored_under_other_filters(run: Run):
+    """A run that is resumed with `zero_variance: train` has groups in its stream that the scorer skipped before."""
+    await run.complete_groups(2)
+    before, after = queue(run, "a", selection="mask"), queue(run, "a", selection="train")
+    assert claimed(before) == 0
+    before.skip(0)
+    assert claimed(before) == 1
+    assert before.submit(1, VALUES)
+    assert (claimed(before), before.claim().num_missing) == (None, 0)
+    with pytest.raises(ScoreRefusedError, match="reference: it needs none"):
+        RedisGroupScores(run.redis, RUN, "mask").wait(0, [KEY], 0)
+    scores = RedisGroupScores(run.redis, RUN, "train")
+    assert scores.wait(0, [KEY], 0) is None
+    assert claimed(after) == 0
+    assert after.submit(0, VALUES)
+    assert scores.wait(0, [KEY], 0) == {KEY: VALUES}
+    assert claimed(after) is None, "a score holds under each selection"
+    assert RedisGroupScores(run.redis, RUN, "mask").wait(0, [KEY], 0) == {KEY: VALUES}
 
 
 async def test_an_undecodable_group_is_claimed_with_its_problem(run: Run):
