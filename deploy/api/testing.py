@@ -206,7 +206,9 @@ class FakeModel:
     def _sampler(self) -> Any:
         remaining = list(self._completions)
 
-        async def sample(_: Sequence[int], max_tokens: int, __: Sequence[PromptImage] = ()) -> Completion:
+        async def sample(
+            _: Sequence[int], max_tokens: int, __: Sequence[PromptImage] = (), **___: tuple[str, ...]
+        ) -> Completion:
             text = remaining.pop(0) if len(remaining) > 1 else remaining[0]
             whole = (*self._template.encode(text), self._template.end_id)
             ids = whole[:max_tokens]

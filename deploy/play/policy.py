@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 from offbeat.deploy.config.errors import ConfigError
+from offbeat.services.chat.stops import cut_completion, stop_strings_of
 from offbeat.services.messages.types import (
     Completion,
     FinishReason,
@@ -131,7 +132,18 @@ def build_completion(
 
 
 class BatchingSampler:
-    def __init__(self, policy: Policy, params: SamplingParams, *, max_new_tokens: int) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        params: SamplingParams,
+        *,
+        max_new_tokens: int,
+        stop_strings: tuple[str, ...] = (),
+        folder: Path = Path(),
+    ) -> None:
+        """folder: of the policy's tokenizer, for stop strings."""
+        self._stop_strings = stop_strings
+        self._folder = folder
         self._policy = policy
         self._params = params
         self._max_new_tokens = max_new_tokens
@@ -139,13 +151,24 @@ class BatchingSampler:
         self._task: asyncio.Task[None] | None = None
 
     async def __call__(
-        self, prompt: Sequence[int], max_tokens: int, images: tuple[PromptImage, ...] = ()
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        images: tuple[PromptImage, ...] = (),
+        *,
+        stop_strings: tuple[str, ...] = (),
     ) -> Completion:
+        """Sample, to the limit; cut at the first stop string."""
         future = asyncio.get_running_loop().create_future()
         self._waiting.append((PromptRequest(tuple(prompt), min(max_tokens, self._max_new_tokens), images), future))
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._complete_batches())
-        return await future
+        completion: Completion = await future
+        if not (texts := (*self._stop_strings, *stop_strings)):
+            return completion
+        stops = await asyncio.to_thread(stop_strings_of, self._folder, texts)
+        end = stops.find_end(completion.token_ids)
+        return completion if end is None else cut_completion(completion, end)
 
     async def _complete_batches(self) -> None:
         while self._waiting:

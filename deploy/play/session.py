@@ -117,4 +117,10 @@ def load_sampler(folder: Path, chat: ChatFormat, target: PlayTarget, seed: int) 
     params = SamplingParams(target.temperature, target.top_p, target.top_k)
     policy_class = TransformersPolicy if model_family(folder) is None else VisionPolicy
     policy = policy_class(folder, chat.stop_ids, seed=seed)
-    return BatchingSampler(policy, params, max_new_tokens=target.max_new_tokens)
+    return BatchingSampler(
+        policy,
+        params,
+        max_new_tokens=target.max_new_tokens,
+        stop_strings=target.stop_strings,
+        folder=folder,
+    )

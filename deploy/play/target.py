@@ -29,6 +29,7 @@ class PlayTarget:
     top_p: float = 1.0
     top_k: int = -1
     max_new_tokens: int = UNBOUNDED_TOKENS
+    stop_strings: tuple[str, ...] = ()
 
     def with_env_config(self, changes: dict[str, Any]) -> "PlayTarget":
         return replace(self, env=self.env.model_copy(update={"env_config": {**self.env.env_config, **changes}}))
@@ -69,6 +70,7 @@ def build_target(config: RunConfig, tag: str, kind: EpisodeKind = EpisodeKind.TR
         args.top_p,
         args.top_k,
         args.max_new_tokens,
+        args.stop_strings,
     )
 
 

@@ -146,6 +146,8 @@ def _check_engine_settings(config: RunConfig, unset: RunConfig) -> Iterator[Conf
     infer, unset_infer, pipeline = config.actor_infer, unset.actor_infer, f"pipeline: {config.pipeline}"
     if not config.uses_engine and infer.num_replicas != unset_infer.num_replicas:
         yield ConfigIssue("actor_infer.num_replicas", f"{pipeline} samples nothing without custom_envs: leave it out")
+    if not config.uses_engine and infer.generating_args.stop_strings:
+        yield ConfigIssue(sampling_key(config, "stop_strings"), f"{pipeline} samples nothing: leave it out")
     if not config.sampled_share and infer.generating_args.temperature != unset_infer.generating_args.temperature:
         message = f"{pipeline} samples no rows, and evaluations have a temperature of their own: leave it out"
         yield ConfigIssue(sampling_key(config, "temperature"), message)

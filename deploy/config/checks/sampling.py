@@ -13,7 +13,7 @@ PROCESSORS = ("logits_processors", "logprobs_mode", "generation_config", "overri
 
 DTYPE = "actor_infer.model_args.dtype"
 OWN_ARGUMENTS = {
-    "vllm": {"dtype": DTYPE, "seed": "seed", "model": "pretrain", "skip_tokenizer_init": ""},
+    "vllm": {"dtype": DTYPE, "seed": "seed", "model": "pretrain", "skip_tokenizer_init": "", "scheduler_cls": ""},
     "sglang": {
         "dtype": DTYPE,
         "random_seed": "seed",

@@ -21,6 +21,7 @@ from offbeat.deploy.config.importing.rules import (
     rename,
     same,
     take_file,
+    take_stops,
 )
 from offbeat.services.chat.template_override import replaces
 
@@ -303,6 +304,8 @@ RLVR: tuple[tuple[str, Rule], ...] = (
     ("actor_infer.generating_args.max_new_tokens", _answer_length("", ANSWER)),
     ("validation.generating_args.max_new_tokens", _answer_length("val_", "val_env_manager.generating_args.max_new_tokens")),
     ("difficulty_loss_weight|length_loss_weight|difficulty_mask", _loss_weight),
+    ("validation.generating_args.stop_strings", take_stops("val_env_manager.*.stop_strings")),
+    ("validation.generating_args.include_stop_str_in_output", no_effect("an answer keeps its stop string")),
     ("validation.generating_args.temperature|top_p|top_k", lambda key: Outcome(
         "renamed", ("val_env_manager", *key.path[1:]), key.value
     )),
@@ -340,6 +343,8 @@ def rlvr_defaults(tree: Tree) -> Iterator[tuple[str, str, Any]]:
         yield f"{args}.{name}", f"{args}.{name}", value
     if "validation" in tree:
         yield from evaluation_sampling(get_table(tree, "validation.generating_args"))
+        if get(tree, f"{args}.stop_strings") and not get(tree, "validation.generating_args.stop_strings"):
+            yield "", "val_env_manager.generating_args.stop_strings", []
 
 
 def name_domains(tree: Tree, source: Tree) -> None:

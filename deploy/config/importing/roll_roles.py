@@ -23,6 +23,7 @@ from offbeat.deploy.config.importing.rules import (
     no_effect,
     rename,
     same,
+    take_stops,
 )
 from offbeat.services.chat.template_override import TEMPLATES, replaces
 from offbeat.services.generation.vllm.engine_arguments import engine_argument_names
@@ -335,9 +336,8 @@ GENERATING: tuple[tuple[str, Rule], ...] = tuple(
         ("repetition_penalty|length_penalty|num_beams|do_sample", missing("logprobs would not be the policy's")),
         ("logprobs", same("logprobs of sampled tokens are always recorded")),
         ("max_length", missing("sequence_length bounds a trajectory, max_new_tokens an answer")),
-        (
-            "stop_strings|include_stop_str_in_output",
-            missing("an answer ends at the model's end token or max_new_tokens"),
-        ),
+        ("stop_strings", take_stops("*.*.stop_strings")),
+        ("include_stop_str_in_output", same("the tokens of a stop string are the answer's", True)),
+        ("include_stop_str_in_output", no_effect("tokens are trained, and those of a stop string are the answer's")),
     )
 )

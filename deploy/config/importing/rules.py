@@ -75,6 +75,22 @@ def take_file(target: str) -> Rule:
     return rule
 
 
+def take_stops(target: str) -> Rule:
+    """Take stop strings, a text or a list; each `*` of the target is the key's part there."""
+
+    def rule(key: Key) -> Outcome | None:
+        stops = [key.value] if isinstance(key.value, str) else key.value
+        if not stops:
+            return Outcome("same", note="answers end at the model's end token")
+        if not isinstance(stops, list) or not all(isinstance(each, str) and each for each in stops):
+            return None
+        place = fill(target, key.path)
+        kind = "value" if stops != key.value else "same" if place == key.path else "renamed"
+        return Outcome(kind, place, stops)
+
+    return rule
+
+
 def name_run(key: Key) -> Outcome:
     """Take a run's name, which is also a folder's here: letters, digits, `_`, `.` and `-`."""
     name = NO_NAME.sub("-", str(key.value)).strip("-._")[:MAX_NAME].rstrip("-._")

@@ -15,6 +15,7 @@ from offbeat.deploy.config.importing.rules import (
     no_effect,
     rename,
     same,
+    take_stops,
 )
 from offbeat.deploy.config.importing.trl_batches import (
     ARGS,
@@ -309,6 +310,8 @@ RULES: Rules = (
     ("max_prompt_length", rename("data.prompt_length")),
     ("temperature|top_p", lambda key: Outcome("renamed", ("actor_infer", "generating_args", key.path[0]), key.value)),
     ("top_k", become("actor_infer.generating_args.top_k", lambda value: value or -1, "-1 keeps all")),
+    ("generation_kwargs.stop|stop_strings", take_stops("actor_infer.generating_args.stop_strings")),
+    ("generation_kwargs.include_stop_str_in_output", no_effect("an answer keeps its stop string")),
     ("min_p", same("", None, 0, 0.0)),
     ("repetition_penalty", same("", 1, 1.0)),
     ("min_p|repetition_penalty", missing("logprobs would not be the policy's")),

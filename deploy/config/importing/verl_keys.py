@@ -17,6 +17,7 @@ from offbeat.deploy.config.importing.rules import (
     rename,
     same,
     take_file,
+    take_stops,
 )
 from offbeat.deploy.config.importing.verl_loss import ACTOR, LOSS, ROLLOUT, has_reference, only_with
 from offbeat.trainer.config.aliases import ENGINE
@@ -256,6 +257,9 @@ SAMPLING: Rules = (
      lambda key: Outcome("renamed", (*ENGINE.split("."), key.path[-1]), key.value)),
     (f"{ROLLOUT}.val_kwargs.temperature|top_p|top_k",
      lambda key: Outcome("renamed", ("val_env_manager", "generating_args", key.path[-1]), key.value)),
+    (f"{ROLLOUT}.stop", take_stops("actor_infer.generating_args.stop_strings")),
+    (f"{ROLLOUT}.val_kwargs.stop", take_stops("val_env_manager.generating_args.stop_strings")),
+    (f"{ROLLOUT}.include_stop_str_in_output", no_effect("an answer keeps its stop string")),
     (f"{ROLLOUT}.val_kwargs.n", rename("val_env_manager.group_size")),
     (f"{ROLLOUT}.val_kwargs.do_sample", no_effect("val_kwargs.temperature counts")),
     (f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu|log_prob_micro_batch_size", rename("actor_train.infer_batch_size")),

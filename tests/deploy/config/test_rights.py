@@ -116,6 +116,10 @@ PLAIN = {
     "reward_pretrain": "read as data",
     "checkpoint_config.type": "a protocol, restricted by a pattern",
     "custom_envs.*.env_instruction": "text",
+    **dict.fromkeys(
+        (f"{role}.generating_args.stop_strings" for role in ("actor_infer", "train_env_manager", "val_env_manager")),
+        "text",
+    ),
     "teacher.*.tag_included": "tags",
     "reward_shaping.format_metric": "a metric's name",
     "pretrain": "read as data",

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from offbeat.deploy.play.policy import PromptRequest, SamplingParams, TransformersPolicy, policy_folder
+from offbeat.deploy.play.policy import BatchingSampler, PromptRequest, SamplingParams, TransformersPolicy, policy_folder
 from offbeat.deploy.play.token_sampling import make_warpers
+from offbeat.services.chat.stops import load_decoder
+from offbeat.services.messages.types import FinishReason
 from offbeat.trainer.training.checkpoint import LearnerState
 
 
@@ -48,6 +50,18 @@ def test_a_folders_own_sampling_is_not_the_policys(folder: Path, tmp_path: Path,
     expected = complete()
     (policy / "generation_config.json").write_text(json.dumps({"repetition_penalty": 5.0, "min_p": 0.5}))
     assert complete() == expected
+
+
+async def test_an_answer_ends_with_a_stop_string_of_the_run_or_of_the_call(folder: Path) -> None:
+    policy, params = TransformersPolicy(folder / "policy", [9999], seed=1), SamplingParams(1.0, 1.0, -1)  # no end token
+    decode = load_decoder(folder / "policy")
+    word = decode([5, 5])[-2:]
+    for of_run, of_call in (((word,), ()), ((), (word,)), (("never",), (word,))):
+        sample = BatchingSampler(policy, params, max_new_tokens=200, stop_strings=of_run, folder=folder / "policy")
+        completion = await sample((3, 4), 200, stop_strings=of_call)
+        assert word in decode(completion.token_ids)
+        assert word not in decode(completion.token_ids[:-1])
+        assert completion.finish_reason is FinishReason.STOP
 
 
 @pytest.mark.parametrize("params", [SamplingParams(0.0, 1.0, -1), SamplingParams(0.7, 0.9, 5)])

@@ -384,6 +384,8 @@ def test_a_template_that_can_not_be_played_by_is_refused_only_where_the_policy_s
 
 def test_engines_that_do_not_exist_have_no_settings(tmp_path: Path):
     assert "samples nothing" in refused(tmp_path, "sft", "actor_infer.num_replicas=2")["actor_infer.num_replicas"]
+    stops = "actor_infer.generating_args.stop_strings"
+    assert "samples nothing" in refused(tmp_path, "sft", f"{stops}=['</a>']")[stops]
 
 
 @pytest.mark.parametrize("key", ["actor_infer", "train_env_manager"])

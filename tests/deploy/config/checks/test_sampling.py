@@ -57,6 +57,7 @@ def test_losses_that_do_not_compare_with_the_cut_distribution_are_accepted(overr
         ("vllm", "dtype", "float32", ""),
         ("vllm", "seed", "3", "follows from seed"),
         ("vllm", "skip_tokenizer_init", "false", "what Offbeat sets itself"),
+        ("vllm", "scheduler_cls", "vllm.v1.core.sched.scheduler.Scheduler", "what Offbeat sets itself"),
         ("vllm", "load_format", "auto", ""),
         ("vllm", "max_num_batched_tokens", "512", ""),
         ("sglang", "random_seed", "3", "follows from seed"),

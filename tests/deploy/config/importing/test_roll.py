@@ -136,6 +136,23 @@ def test_an_answer_ends_at_the_limits_of_managers_that_play_it(
     assert list(check_unused(config)) == []
 
 
+def test_stop_strings_are_those_of_roll(tmp_path: Path):
+    stops = {"stop_strings": ["</search>"], "include_stop_str_in_output": True}
+    tree = yaml.safe_load(FROZEN_LAKE.read_text())
+    train = {**tree["train_env_manager"], "generating_args": {**tree["train_env_manager"]["generating_args"], **stops}}
+    imported = import_roll(write_variant(tmp_path, yaml.safe_dump({"train_env_manager": train})))
+    config = validate_tree(imported.tree)
+    assert config.actor_infer.generating_args.stop_strings == ("</search>",)
+    infer = {**tree["actor_infer"], "generating_args": {"max_new_tokens": 64, **stops}}
+    imported = import_roll(write_variant(tmp_path, yaml.safe_dump({"actor_infer": infer})))
+    config = validate_tree(imported.tree)
+    args = config.actor_infer.generating_args
+    assert (
+        args.stop_strings == config.val_env_manager.generating_args.for_evaluation(args).stop_strings == ("</search>",)
+    )
+    assert outcomes(imported)["actor_infer.generating_args.include_stop_str_in_output"][0] == "same"
+
+
 def test_the_policys_backend_timeout_is_that_of_all_roles(tmp_path: Path):
     variant = write_variant(tmp_path, "actor_train: {backend_timeout: 60}\nactor_infer: {backend_timeout: 90}")
     imported = import_roll(variant)

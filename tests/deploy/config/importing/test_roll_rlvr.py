@@ -64,6 +64,21 @@ def test_evaluations_are_sampled_by_rolls_defaults(tmp_path: Path):
     }
 
 
+@pytest.mark.parametrize(("stops", "expected"), [({}, []), ({"stop_strings": ["x"]}, ["x"])])
+def test_evaluations_end_answers_at_their_own_stop_strings(
+    stops: dict[str, Any], expected: list[str], tmp_path: Path
+) -> None:
+    """By default at none, where ours are those of training."""
+    source = yaml.safe_load(RLVR.read_text())
+    infer = source["actor_infer"]
+    infer["generating_args"] |= {"stop_strings": ["</code>"], "include_stop_str_in_output": False}
+    validation = {"data_args": source["validation"]["data_args"], "generating_args": {"temperature": 1.0, **stops}}
+    changes = {"actor_infer": infer, "validation": validation}
+    tree = import_roll(write_changed(tmp_path, RLVR, changes)).tree
+    assert tree["actor_infer"]["generating_args"]["stop_strings"] == ["</code>"]
+    assert tree["val_env_manager"]["generating_args"]["stop_strings"] == expected
+
+
 def test_a_kl_in_the_reward_has_rolls_coefficient(tmp_path: Path):
     tree, _, _ = translate_roll(write_changed(tmp_path, RLVR, {"add_token_level_kl": True}))
     assert (tree["add_token_level_kl"], tree["init_kl_coef"]) == (True, 0.2)

@@ -199,6 +199,11 @@ def test_grpo_becomes_rlvr(tmp_path: Path):
             {"training_args": TRAINING, "model_args": {"dtype": "bfloat16", **CHECKPOINTED}},
         ),
         ("{num_iterations: 2, top_k: 0}", "actor_infer", {"generating_args": {"top_k": -1, "max_new_tokens": 512}}),
+        (
+            "generation_kwargs: {stop: </search>, include_stop_str_in_output: false}",
+            "actor_infer",
+            {"generating_args": {"stop_strings": ["</search>"], "max_new_tokens": 256}},
+        ),
         ("importance_sampling_level: sequence", "ratio_type", "sequence"),
         ("beta: 0.0", "use_kl_loss", None),
         ("delta: 2.0", "dual_clip", 2.0),
