@@ -21,6 +21,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from offbeat.deploy.config.checks.weight_files import weight_shapes
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.play.policy import policy_folder
 from offbeat.services.chat.append_only import load_chat_format
@@ -92,9 +93,10 @@ def export_adapter(source: Path, out: Path, echo: Echo) -> None:
         dtype = _dtype_of(checkpoint)
         difference = _compare(_load(checkpoint, dtype), _load_adapted(base, aside, dtype), aside)
         if not difference <= MAX_MERGED_DIFFERENCE.get(dtype, MAX_MERGED_DIFFERENCE["bfloat16"]):
-            raise ExportError(
-                f"{base} with the adapter differs from {checkpoint} by {difference:.3g} in its logits: nothing was written"
-            )
+            reason = f"{base} with the adapter differs from {checkpoint} by {difference:.3g} in its logits"
+            if _has_experts(checkpoint):
+                reason += ", as PEFT takes dense layers' names for those of experts: export the merged weights (--merge)"
+            raise ExportError(f"{reason}: nothing was written")
     echo(
         f"{out} holds the adapter of {checkpoint}; on {base} its logits differ from the merged weights' by {difference:.2g}."
     )
@@ -189,6 +191,10 @@ def _is_classifier(folder: Path) -> bool:
     """Return whether a folder is a reward model's."""
     architectures = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or []
     return any(name.endswith("ForSequenceClassification") for name in architectures)
+
+
+def _has_experts(folder: Path) -> bool:
+    return any(".experts." in name for name, _ in weight_shapes(folder))
 
 
 def _load_adapted(base: Path, adapter: Path, dtype: str) -> Any:

@@ -120,6 +120,33 @@ def test_an_adapter_on_its_base_is_the_checkpoint(run: Path, folder: Path, tmp_p
     assert not (out / "config.json").exists()
 
 
+@pytest.mark.parametrize(("target", "is_written"), [("o_proj", True), ("all-linear", False)])
+def test_an_adapter_that_peft_takes_for_that_of_experts_is_not_written(
+    run: Path, folder: Path, tmp_path: Path, target: str, is_written: bool
+):
+    """GLM-4.5 has dense layers and shared experts by the names of its experts, which PEFT looks for in stacked ones."""
+    base, checkpoint = tmp_path / "base", run / "checkpoints" / "step-000004"
+    shutil.copytree(folder / "policy", base)
+    (base / "model.safetensors").unlink(missing_ok=True)
+    write_family(base, "glm4_moe")
+    load_policy(base, ModelArgs(), seed=0).model.save_pretrained(base)
+    args = ModelArgs(lora_target=target, lora_rank=2)
+    policy = load_policy(base, args, seed=0)
+    for name, parameter in policy.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    shutil.rmtree(checkpoint / "adapter")
+    shutil.copy(base / "config.json", checkpoint)
+    export_weights(checkpoint, ((w.name.removeprefix(WRAPPER), w.tensor()) for w in merged_weights(policy)))
+    apart = {w.name: w.tensor() for w in unmerged_weights(policy, WRAPPER)}
+    factors = {name: tensor for name, tensor in apart.items() if any(each in name for each in FACTORS)}
+    save_adapter(checkpoint / "adapter", factors, args, base)
+    done = offbeat("export", run, "-o", tmp_path / "out", "--adapter")
+    assert (done.exit_code == 0) is is_written, done.output
+    assert ("export the merged weights (--merge)" in done.output) is not is_written
+    assert offbeat("export", run, "-o", tmp_path / "merged").exit_code == 0
+
+
 def test_an_adapter_of_another_base_is_not_written(run: Path, folder: Path, tmp_path: Path):
     other = tmp_path / "other"
     other.mkdir()
