@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from msgspec import structs
+
 from offbeat.services.messages.types import Group
 from offbeat.trainer.algorithms.aggregation import NO_MASKED, MaskedCounts
 from offbeat.trainer.config.algorithm import AlgorithmConfig
@@ -47,7 +49,8 @@ class StepBatch:
     def pack(self) -> list[object]:
         groups = [pack_group(group) for group in self.groups]
         rewards = {tag: list(rewards) for tag, rewards in self.rewards_by_tag.items()}
-        return [self.step, list(self.masked), list(self.weights), groups, rewards]
+        shaped = [] if _turn_rewards(self.shaped) == _turn_rewards(self.groups) else [_turn_rewards(self.shaped)]
+        return [self.step, list(self.masked), list(self.weights), groups, rewards, *shaped]
 
     def drop_temperature(self, default: float) -> "StepBatch":
         groups, shaped = (
@@ -57,12 +60,31 @@ class StepBatch:
 
     @classmethod
     def unpack(cls, body: Sequence[Any], config: AlgorithmConfig) -> "StepBatch":
-        """Decode; without rewards (version 0.2), `groups` are all."""
+        """Decode; without rewards (version 0.2), `groups` are all. Shaped rewards are computed where they are absent."""
         step, masked, weights, groups, *rewards = body
         members = [unpack_group(group) for group in groups]
         new_rewards = rewards[0] if rewards else None
         masked_counts = MaskedCounts(*masked)
-        return cls.build(step, members, config, masked=masked_counts, weights=weights, new_rewards=new_rewards)
+        if len(rewards) < 2:
+            return cls.build(step, members, config, masked=masked_counts, weights=weights, new_rewards=new_rewards)
+        shaped = tuple(_with_rewards(group, turns) for group, turns in zip(members, rewards[1], strict=True))
+        return cls(step, tuple(members), shaped, masked_counts, tuple(weights), new_rewards)
+
+
+def _turn_rewards(groups: Iterable[Group]) -> list[list[list[float]]]:
+    """Return each turn's reward by group and trajectory, baselines last."""
+    return [
+        [[turn.reward for turn in each.turns] for each in (*group.trajectories, *group.baselines)] for group in groups
+    ]
+
+
+def _with_rewards(group: Group, rewards: Sequence[Sequence[float]]) -> Group:
+    trajectories = [
+        structs.replace(each, turns=tuple(t._replace(reward=r) for t, r in zip(each.turns, turns, strict=True)))
+        for each, turns in zip((*group.trajectories, *group.baselines), rewards, strict=True)
+    ]
+    size = len(group.trajectories)
+    return replace(group, trajectories=tuple(trajectories[:size]), baselines=tuple(trajectories[size:]))
 
 
 def drop_temperature(group: Group, default: float) -> Group:

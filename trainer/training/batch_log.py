@@ -24,6 +24,8 @@ from offbeat.trainer.training.step_tokens import StepTokens
 logger = logging.getLogger(__name__)
 
 SKIPPED = "skipped-"
+UNSHAPED = 4
+"""Fields of a packed batch without its shaped rewards, which a reproduction computes anew."""
 MAX_SKIPPED = 16
 
 
@@ -93,7 +95,8 @@ class BatchLog(RecordedSteps):
         """
         learning_rate, *body = self.unpack(version)
         try:
-            return RecordedBatch(StepBatch.unpack([version - 1, *body], config), float(learning_rate))
+            batch = StepBatch.unpack([version - 1, *body[:UNSHAPED]], config)
+            return RecordedBatch(batch, float(learning_rate))
         except (ValueError, TypeError, CodecError) as error:
             raise CodecError(f"{self.path(version)} is no recorded batch: {error}") from error
 

@@ -220,13 +220,14 @@ def distillation_of(
 def _join(
     batch: Batch, taught: Sequence[int], parts: Sequence[tuple[Tensor | None, Tensor]], weight: float
 ) -> TeacherTokens:
-    group_of = batch.group[batch.trajectory]
+    group_of = batch.group[batch.trajectory].contiguous()
+    starts = torch.searchsorted(group_of, torch.tensor(taught)).tolist()
     width = max(logprobs.shape[1] for _, logprobs in parts)
     logprobs = torch.zeros(batch.num_sampled, width)
     ids = None if parts[0][0] is None else torch.zeros(batch.num_sampled, width - 1, dtype=torch.int64)
     weights = torch.zeros(batch.num_sampled)
-    for number, (own_ids, own_logprobs) in zip(taught, parts, strict=True):
-        rows = group_of == number
+    for start, (own_ids, own_logprobs) in zip(starts, parts, strict=True):
+        rows = slice(start, start + len(own_logprobs))
         logprobs[rows], weights[rows] = own_logprobs, weight
         if ids is not None and own_ids is not None:
             ids[rows] = own_ids

@@ -3,7 +3,7 @@
 Invariants: as `optimizer_step`; a minibatch and a micro-batch hold complete groups.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -46,17 +46,26 @@ class DataTrainer(BatchTrainer):
         del step_batch
 
     def evaluate(self, groups: Sequence[Group]) -> Gauges:
-        objective = self._objective(groups, num_minibatches=1)
+        """Return the losses over all groups, computed in parts of a step's size."""
+        gauges: list[Gauges] = []
+        finish: Callable[[Gauges], Gauges] = dict
+        for start in range(0, len(groups), size := self._config.rollout_batch_size):
+            objective = self._objective(groups[start : start + size], num_minibatches=1)
+            if parts := self._evaluate(objective):
+                gauges += parts
+                finish = objective.finish
+        return finish(merge_all(gauges))
+
+    def _evaluate(self, objective: Objective) -> list[Gauges]:
         batch = objective.batch
         if not batch.num_sampled:
-            return {}
+            return []
         micro_batches = self._cut_rows(objective, range(batch.num_sequences))
         losses = objective.make_losses(micro_batches)
         outputs = self._models.policy.infer([objective.to_input(micro) for micro in micro_batches], _loss_inputs)
         for i, rows in enumerate(outputs):
             losses.of_policy(i, rows[0] if self._config.trains_reward_model else Sampled(*rows))
-        # Every rank has every output
-        return objective.finish(merge_all(losses.gauges))
+        return losses.gauges  # every rank has every output
 
     def _train(self, step_batch: StepBatch) -> Gauges:
         groups, step = step_batch.groups, step_batch.step
@@ -69,8 +78,10 @@ class DataTrainer(BatchTrainer):
         rate = configured_rate(self._config, step, self.learning_rate, self._args.warmup_steps)
         pieces: list[Gauges] = []
         parts: list[list[MicroBatch]] = []
+        trained: list[int] = []
         for sequences in group_minibatches(batch, self._args.num_minibatches):
             micro_batches = self._cut_rows(objective, sequences)
+            trained += _trained(objective, sequences)
             losses = objective.make_losses(micro_batches)
             inputs = [objective.to_input(micro) for micro in micro_batches]
             outcome = self._models.policy.train(
@@ -78,12 +89,13 @@ class DataTrainer(BatchTrainer):
             )
             pieces += [*losses.gauges, self._outcome("actor", outcome, rate)]
             parts.append(micro_batches)
-        lengths = batch.lengths.float()
+        learned = torch.isin(batch.sequence, torch.tensor(trained))
+        lengths = _response_lengths(groups)[torch.unique(batch.trajectory[learned])]
         return {
             **objective.finish(self._merge(pieces)),
-            "tokens_trained": Partial("sum", float(batch.num_sampled)),
+            "tokens_trained": Partial("sum", float(learned.sum())),
             "tokens/computed": Partial("sum", float(batch.num_tokens)),
-            "tokens/shared": shared_tokens(batch, parts),
+            "tokens/shared": shared_tokens(int(batch.cu_seqlens.diff()[trained].sum()), parts),
             "tokens/response_length/mean": Partial("mean", float(lengths.sum()), float(len(lengths))),
             "tokens/response_length/min": Partial("min", float(lengths.min())),
             "tokens/response_length/max": Partial("max", float(lengths.max())),
@@ -132,7 +144,7 @@ class DataTrainer(BatchTrainer):
 
     def _cut_rows(self, objective: Objective, sequences: Sequence[int]) -> list[MicroBatch]:
         if isinstance(objective, UnpairedObjective):
-            return self._cut(objective.batch, objective.trained(sequences))
+            return self._cut(objective.batch, _trained(objective, sequences))
         return self._cut_whole(objective.batch, sequences)
 
     def _cut_whole(self, batch: Batch, sequences: Sequence[int], budget: int | None = None) -> list[MicroBatch]:
@@ -148,6 +160,16 @@ class DataTrainer(BatchTrainer):
 def make_trainer(config: LearnerConfig, models: StepModels, ranks: Ranks) -> BatchTrainer:
     kind = BatchTrainer if config.pipeline in ("agentic", "rlvr") else DataTrainer
     return kind(config, models, ranks)
+
+
+def _trained(objective: Objective, sequences: Sequence[int]) -> list[int]:
+    return objective.trained(sequences) if isinstance(objective, UnpairedObjective) else list(sequences)
+
+
+def _response_lengths(groups: Sequence[Group]) -> Tensor:
+    """Count each trajectory's learned tokens, [T] float32."""
+    trajectories = (trajectory for group in groups for trajectory in group.trajectories)
+    return torch.tensor([float(sum(part.loss_mask.sum() for part in each.segments)) for each in trajectories])
 
 
 def _loss_inputs(output: Sampled | Tensor) -> Tensor:

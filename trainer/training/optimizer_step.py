@@ -150,7 +150,7 @@ class BatchTrainer:
         if self._config.add_token_level_kl:
             count = len(batch.episode_reward)
             fixed["actor/kl_in_reward"] = Partial("mean", targets.kl_in_reward * count, count)
-        fixed["tokens/shared"] = shared_tokens(batch, parts)
+        fixed["tokens/shared"] = shared_tokens(batch.num_tokens, parts)
         fixed["system/groups_left_out"] = Partial("sum", float(len(step_batch.groups) - len(selected)))
         return {**self._merge(pieces), **fixed, "actor/kl_coef": Partial("last", self.kl.coef)}
 
@@ -348,9 +348,10 @@ class BatchTrainer:
         return with_effective_sample_size({**merged, **of_critic})
 
 
-def shared_tokens(batch: Batch, parts: Sequence[Sequence[MicroBatch]]) -> Partial:
+def shared_tokens(num_tokens: int, parts: Sequence[Sequence[MicroBatch]]) -> Partial:
+    """num_tokens: of the sequences in `parts`."""
     num_computed = sum(len(micro.tokens) for part in parts for micro in part)
-    return Partial("sum", float(batch.num_tokens - num_computed))
+    return Partial("sum", float(num_tokens - num_computed))
 
 
 def _group_weights(step_batch: StepBatch, selected: Sequence[Group]) -> list[float]:

@@ -1,11 +1,13 @@
 """Selection of groups and episodes, and reward shaping."""
 
+import itertools
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 
-from offbeat.services.messages.types import Group, StopReason
+from offbeat.services.messages.types import Group, StopReason, Trajectory
 from offbeat.trainer.algorithms.aggregation import MaskedCounts
 from offbeat.trainer.checks.algorithm import check_algorithm
 from offbeat.trainer.config.algorithm import AlgorithmConfig
@@ -20,6 +22,7 @@ from offbeat.trainer.data.selection import (
     select_most_varied,
     trained_episodes,
 )
+from offbeat.trainer.data.step_batch import StepBatch
 from tests.copying import replace
 from tests.trainer.outcome import outcome
 from tests.trainer.trajectories import group, trajectory
@@ -252,6 +255,31 @@ def test_shaping_changes_last_turn_and_normalization():
     assert carries_signal(group(0, short, long), config)
     assert not carries_signal(group(0, short, long), AlgorithmConfig())
     assert shape_rewards([group(0, short)], AlgorithmConfig()) == [group(0, short)]
+
+
+def test_all_ranks_train_with_the_shaping_of_the_first() -> None:
+    """A function of the user's may return something else each time."""
+    config = AlgorithmConfig(reward_shaping=RewardShaping(function=f"{__name__}:count_calls"))
+    groups = [group(0, trajectory(0, [(1, 1, 0.0), (1, 1, 1.0)]), trajectory(1, [(1, 5, 1.0)], base=20))]
+    groups.append(replace(of_rewards(1, 0.0, 1.0), baselines=(trajectory(2, [(1, 1, 0.5)], base=40),)))
+    batch = StepBatch.build(3, groups, config)
+    received = StepBatch.unpack(batch.pack(), config)
+    assert rewards_of(batch.shaped) == [[2.0, 3.0], [3.0, 5.0, 5.5]]
+    assert rewards_of(received.shaped) == rewards_of(batch.shaped)
+    assert rewards_of(received.groups) == rewards_of(groups)
+    plain = StepBatch.build(3, groups, AlgorithmConfig())
+    assert rewards_of(StepBatch.unpack(plain.pack(), AlgorithmConfig()).shaped) == rewards_of(groups)
+
+
+def rewards_of(groups: Sequence[Group]) -> list[list[float]]:
+    return [[each.reward for each in (*part.trajectories, *part.baselines)] for part in groups]
+
+
+calls = itertools.count(1)
+
+
+def count_calls(_: Trajectory) -> float:
+    return float(next(calls))
 
 
 @pytest.mark.parametrize(
