@@ -296,7 +296,7 @@ class MeshRunFactory(PackagedRecipes):
         return identify(Path(folder)) is not None
 
     def find_checkpoint(self, record: RunRecord, step: int) -> str:
-        return str(find_checkpoint(self.find_folder(record), step))
+        return find_checkpoint(self.find_folder(record), step)
 
     def reproduce(self, record: RunRecord, step: int) -> tuple[bool, dict[str, Any]]:
         process = run_offbeat(

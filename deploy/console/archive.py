@@ -31,7 +31,7 @@ from offbeat.services.control.console.schemas import (
 from offbeat.services.control.schemas import CountersView
 from offbeat.services.rollout.tasks import train_task
 from offbeat.trainer.trackers.supervisor import without_secrets
-from offbeat.trainer.training.checkpoint import PREFIX, CheckpointError, read_checkpoint
+from offbeat.trainer.training.checkpoint import PREFIX, CheckpointError, read_checkpoint, read_uploaded
 
 PRIVATE = ("control", "redis", "system_envs", "tracker_kwargs", "weights.url")
 """May hold passwords, or irrelevant to training."""
@@ -178,19 +178,25 @@ class FolderArchive:
             return ""
 
 
-def find_checkpoint(folder: Path, step: int) -> Path:
-    """Return a complete checkpoint; raises `NotRecordedError`."""
+def find_checkpoint(folder: Path, step: int) -> str:
+    """Return the path of a complete checkpoint, or the URL of its copy in the run's store; raises `NotRecordedError`."""
     checkpoints = folder / "checkpoints"
     path = checkpoints / f"{PREFIX}{step:06d}"
-    if not path.is_dir():
-        names = sorted(each.name for each in checkpoints.glob(f"{PREFIX}*"))
-        raise NotRecordedError(
-            f"there is no checkpoint of step {step} in {checkpoints}: {', '.join(names) or 'none at all'}"
-        )
+    url, uploaded = read_uploaded(checkpoints)
+    copies = {each.step: f"{url}/{each.name}" for each in uploaded}
     try:
-        return read_checkpoint(path).path
+        if path.is_dir():
+            return str(read_checkpoint(path).path)
     except CheckpointError as error:
-        raise NotRecordedError(f"{path} can't be used: {error}") from error
+        if step not in copies:
+            raise NotRecordedError(f"{path} can't be used: {error}") from error
+    if step in copies:
+        return copies[step]
+    names = {*(each.name for each in checkpoints.glob(f"{PREFIX}*")), *(each.local_name for each in uploaded)}
+    raise NotRecordedError(
+        f"there is no checkpoint of step {step} in {' or '.join([str(checkpoints), *([url] if url else [])])}: "
+        f"{', '.join(sorted(names)) or 'none at all'}"
+    )
 
 
 def _describe_range(steps: Sequence[int]) -> str:

@@ -103,7 +103,7 @@ class RunFactory(BufferReader, Recipes, Protocol):
         ...
 
     def find_checkpoint(self, record: RunRecord, step: int) -> str:
-        """Return the folder of a complete checkpoint; raises `NotRecordedError`."""
+        """Return the folder of a complete checkpoint, or its URL in a store; raises `NotRecordedError`."""
         ...
 
     def reproduce(self, record: RunRecord, step: int) -> tuple[bool, Mapping[str, Any]]:

@@ -33,6 +33,7 @@ from offbeat.trainer.training.checkpoint import (
     Checkpoint,
     CheckpointError,
     read_checkpoint,
+    read_uploaded,
 )
 from offbeat.trainer.training.policy_trainer import PolicyTrainer
 from offbeat.trainer.training.score_keys import role_of_key
@@ -112,11 +113,17 @@ def find_plan(run: LearnerRun, step: int | None) -> ReproductionPlan:
                 return ReproductionPlan(checkpoints[start], needed, passed)
     have = (
         f"recorded are steps {recorded[0]} to {recorded[-1]}, complete checkpoints of the run's present weights are of "
-        f"steps {sorted(checkpoints)}"
+        f"steps {sorted(checkpoints)}{_describe_uploads(run.checkpoints)}"
     )
     if step is None:
         raise ControlError(f"no two checkpoints with every batch between them: {have}")
     raise ControlError(f"no way to step {step} from a checkpoint before it: {have}")
+
+
+def _describe_uploads(folder: Path) -> str:
+    url, uploaded = read_uploaded(folder)
+    names = ", ".join(each.name for each in uploaded if not (folder / each.local_name).is_dir())
+    return f" (in {url} alone are {names}: download them to {folder}/step-NUMBER)" if names else ""
 
 
 def reproduce(

@@ -15,7 +15,7 @@ from offbeat.services.chat.tokenizer import load_tokenizer
 from offbeat.services.control.console.archive import GroupQuery, NotRecordedError, UnknownGroupError
 from offbeat.services.control.console.schemas import NO_OUTCOME, GroupSort, GroupState
 from offbeat.trainer.training.batch_log import BatchLog
-from offbeat.trainer.training.checkpoint import LearnerState
+from offbeat.trainer.training.checkpoint import LearnerState, RemoteCheckpoint
 from offbeat.trainer.training.checkpoint_store import CheckpointStore
 from tests.deploy.console.folders import BEGAN_MS, TREE, groups_of, write_run
 from tests.trainer.training.test_checkpoint import write
@@ -265,12 +265,28 @@ def test_a_complete_checkpoint_is_found_by_its_step(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep=2, epoch=1)
     state = LearnerState(step=2, lineage="now", next_number=4, kl_coef=0.0, num_processes=1, config={})
     store.save(state, write).result()
-    assert find_checkpoint(tmp_path, 2).name == "step-000002"
+    assert find_checkpoint(tmp_path, 2) == str(tmp_path / "checkpoints" / "step-000002")
     with pytest.raises(NotRecordedError, match=r"no checkpoint of step 3 in .*: step-000002"):
         find_checkpoint(tmp_path, 3)
     (tmp_path / "checkpoints" / "step-000002" / "model.safetensors").write_bytes(b"other")
     with pytest.raises(NotRecordedError, match=r"model.safetensors is damaged"):
         find_checkpoint(tmp_path, 2)
+
+
+def test_a_checkpoint_that_is_in_a_store_alone_is_found_by_its_url(tmp_path: Path) -> None:
+    """With `checkpoint_config.keep_local_file: false`."""
+    store, url = CheckpointStore(tmp_path / "checkpoints", keep=2, epoch=1), "s3://bucket/run-0123abcd"
+    for step in (2, 4):
+        store.save(LearnerState(step=step, lineage="now"), write).result()
+    names = [f"step-00000{step}.000001-00000{step // 2}" for step in (2, 4)]
+    store.note_elsewhere([RemoteCheckpoint(name, int(name[10]), "now", 1, 1) for name in names], url)
+    store.release("step-000002").result()
+    assert find_checkpoint(tmp_path, 2) == f"{url}/{names[0]}"
+    assert find_checkpoint(tmp_path, 4) == str(tmp_path / "checkpoints" / "step-000004")
+    with pytest.raises(NotRecordedError, match=rf"of step 3 in .* or {url}: step-000002, step-000004"):
+        find_checkpoint(tmp_path, 3)
+    (tmp_path / "checkpoints" / "step-000004" / "model.safetensors").write_bytes(b"other")
+    assert find_checkpoint(tmp_path, 4) == f"{url}/{names[1]}"
 
 
 @pytest.mark.parametrize("pipeline", ["sft", "rlvr"])

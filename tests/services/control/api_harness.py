@@ -77,7 +77,7 @@ class FakeRunFactory(PackagedRecipes):
         return folder in self.occupied
 
     def find_checkpoint(self, record: RunRecord, step: int) -> str:
-        return str(find_checkpoint(Path(record.output_dir), step))
+        return find_checkpoint(Path(record.output_dir), step)
 
     def reproduce(self, record: RunRecord, step: int) -> tuple[bool, Mapping[str, Any]]:
         if step > record.max_steps:

@@ -9,7 +9,7 @@ from offbeat.deploy.config.loader import load_run
 from offbeat.services.errors import ControlError
 from offbeat.trainer.config.run import LearnerRunConfig
 from offbeat.trainer.run import LearnerRun
-from offbeat.trainer.training.checkpoint import Checkpoint, LearnerState
+from offbeat.trainer.training.checkpoint import Checkpoint, LearnerState, RemoteCheckpoint
 from offbeat.trainer.training.checkpoint_store import CheckpointStore
 from offbeat.trainer.training.reproduction import ReproductionPlan, find_plan, split_plan
 from tests.paths import QUICKSTART
@@ -61,3 +61,15 @@ def test_a_plan_has_no_checkpoint_that_the_run_has_given_up(tmp_path: Path) -> N
         (tmp_path / "batches" / f"step-{step:06d}.msgpack").touch()
     plan = find_plan(run, None)
     assert (plan.start.state.step, plan.steps, list(plan.checkpoints)) == (10, (11, 12, 13, 14, 15), [15])
+
+
+def test_checkpoints_in_a_store_alone_are_named(tmp_path: Path) -> None:
+    run = replace(RUN, output_dir=tmp_path)
+    store = CheckpointStore(run.checkpoints, keep=3, epoch=1)
+    store.save(LearnerState(1, "now"), lambda _: None).result()
+    store.note_elsewhere([RemoteCheckpoint("step-000001.000001-000001", 1, "now", 1, 1)], "s3://bucket/run")
+    store.release("step-000001").result()
+    (tmp_path / "batches").mkdir()
+    (tmp_path / "batches" / "step-000002.msgpack").touch()
+    with pytest.raises(ControlError, match=r"in s3://bucket/run alone are step-000001.000001-000001: download"):
+        find_plan(run, 2)
