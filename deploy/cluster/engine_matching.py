@@ -63,6 +63,16 @@ def choose_app(
     ]
 
 
+def use_app(config: RunConfig, app: str | None) -> RunConfig:
+    """Return the run with its application (None: as configured). Engines of the deploy file take no turns with a learner,
+    which then stays on its devices.
+    """
+    infer = config.actor_infer.model_copy(update={"app": app or config.actor_infer.app})
+    if infer.app not in (None, app_name(config.exp_name)):
+        infer = infer.with_engine(enable_sleep_mode=None)
+    return config.model_copy(update={"actor_infer": infer})
+
+
 def find_mismatches(config: RunConfig, architecture: Mapping[str, JsonValue], offer: EngineOffer) -> Iterator[str]:
     different = sorted(
         key for key in architecture.keys() | offer.architecture.keys() if _is_different(key, architecture, offer)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, cast
 
 from redis.asyncio import Redis as AsyncRedis
 
-from offbeat.deploy.cluster.engine_matching import choose_app
+from offbeat.deploy.cluster.engine_matching import choose_app, use_app
 from offbeat.deploy.cluster.offbeat_process import last_output, run_offbeat
 from offbeat.deploy.cluster.reaper import ensure_reaper
 from offbeat.deploy.cluster.run_factory import (
@@ -69,8 +69,7 @@ class RayRunFactory(MeshRunFactory):
         problems += check_cluster(config, Cluster.from_ray(), self._redis_url)
         if problems:
             raise ConfigError(problems)
-        infer = config.actor_infer.model_copy(update={"app": app or config.actor_infer.app})
-        return config.model_copy(update={"actor_infer": infer})
+        return use_app(config, app)
 
     async def validate_change(self, record: RunRecord, requested: Settings, values: Mapping[str, float]) -> None:
         app = read_recorded(record.run_id, record.config).actor_infer.app

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from offbeat.deploy.cluster.engine_matching import choose_app
+from offbeat.deploy.cluster.engine_matching import choose_app, use_app
 from offbeat.deploy.config.loader import compose_tree, validate_tree
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_setup import load_architecture
@@ -72,6 +72,20 @@ def test_sglang_run_of_an_earlier_build_takes_the_application_that_it_had():
 )
 def test_run_with_another_engine_deploys_its_own(override: str):
     assert choose(run_config(override), {"a": offer(run_config())}) is None
+
+
+def test_a_learner_takes_no_turns_with_engines_of_the_deploy_file():
+    """They never sleep; it would leave and load its devices for nobody in each step."""
+    config = run_config("actor_infer.strategy_args.strategy_config.enable_sleep_mode=true")
+    app = choose(config, {"generation-local": offer(run_config())})
+    assert app == "generation-local"
+    for run in (use_app(config, app), use_app(use_app(config, app), None)):
+        assert (run.actor_infer.app, run.takes_turns) == (app, False)
+    own = config.model_copy(
+        update={"actor_infer": config.actor_infer.model_copy(update={"app": "generation-quickstart"})}
+    )
+    for run, name in ((config, None), (own, "generation-quickstart")):
+        assert (use_app(run, None).actor_infer.app, use_app(run, None).takes_turns) == (name, True)
 
 
 def test_run_that_names_its_own_application_deploys_it():
