@@ -17,6 +17,7 @@ from offbeat.envs.parsing import compile_pattern
 from offbeat.envs.sandbox import Limits, check_isolation, run_python
 from offbeat.envs.tools.functions import Call, Function
 from offbeat.envs.tools.mcp_server import NOTHING, McpAddress, McpSession
+from offbeat.envs.tools.retriever import RetrievalError, check_server, retrieve
 from offbeat.envs.webshop.search import words
 
 MCP_INSTRUCTION = """
@@ -144,9 +145,14 @@ class PythonTool(StatelessTool):
 
 class SearchTool(StatelessTool):
     tool_id: Literal["search"]
-    corpus: Path
-    """A .jsonl, .json, .csv, .parquet or .txt file, or a `datasets` folder; a row is a passage."""
+    corpus: Path | None = None
+    """A .jsonl, .json, .csv, .parquet or .txt file, or a `datasets` folder, searched by BM25; a row is a passage."""
     text_key: str = "text"
+    """Column of `corpus`."""
+    url: str = Field(default="", pattern="^(https?://.+)?$")
+    """Of a retrieval server in place of `corpus`: takes `{queries, topk, return_scores}` as Search-R1's."""
+    timeout_s: float = Field(default=5.0, gt=0)
+    """Of a request to `url`."""
     top_k: int = Field(default=3, ge=1)
     pattern: str = "<search>(.*?)</search>"
     instruction: str = "You may search by <search>words</search> and will see the best passages."
@@ -155,19 +161,35 @@ class SearchTool(StatelessTool):
     def functions(self) -> tuple[Function, ...]:
         return _text_function("search", "Search a corpus by words and see the best passages.", "query")
 
-    def open(self) -> OpenTool:
-        _load_index(self.corpus, self.text_key)
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "SearchTool":
+        if (self.corpus is None) == (not self.url):
+            raise ValueError("set either corpus or url")
         return self
 
-    def use(self, text: str, timeout_s: float) -> ToolResult:  # noqa: ARG002
-        query = words(text)
-        index, passages = _load_index(self.corpus, self.text_key)
-        if not query:
+    def open(self) -> OpenTool:
+        if self.corpus is None:
+            check_server(self.url, self.timeout_s)
+        else:
+            _load_index(self.corpus, self.text_key)
+        return self
+
+    def use(self, text: str, timeout_s: float) -> ToolResult:
+        if not words(text):
             return ToolResult("the search is empty", False)
-        scores = np.asarray(index.get_scores(query))
-        best = [int(i) for i in np.argsort(-scores, kind="stable")[: self.top_k] if scores[i] > 0]
-        lines = "\n".join(f"[{rank + 1}] {passages[i]}" for rank, i in enumerate(best))
+        try:
+            best = self._search(text, timeout_s)
+        except RetrievalError as error:
+            return ToolResult(f"the search failed: {error}", False)
+        lines = "\n".join(f"[{rank}] {passage}" for rank, passage in enumerate(best, 1))
         return ToolResult(lines or "nothing was found", bool(best))
+
+    def _search(self, text: str, timeout_s: float) -> list[str]:
+        if self.corpus is None:
+            return retrieve(self.url, text.strip(), self.top_k, min(timeout_s, self.timeout_s))
+        index, passages = _load_index(self.corpus, self.text_key)
+        scores = np.asarray(index.get_scores(words(text)))
+        return [passages[int(i)] for i in np.argsort(-scores, kind="stable")[: self.top_k] if scores[i] > 0]
 
 
 class McpTool(Tool):
@@ -225,7 +247,7 @@ def longest_call_s(tool: AnyTool) -> float:
         case McpTool():
             return tool.timeout_s
         case SearchTool():
-            return 0.0
+            return tool.timeout_s if tool.url else 0.0
 
 
 def _report_failure(result: Any) -> ToolResult:
