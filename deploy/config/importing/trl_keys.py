@@ -15,7 +15,6 @@ from offbeat.deploy.config.importing.rules import (
     no_effect,
     rename,
     same,
-    take_stops,
 )
 from offbeat.deploy.config.importing.trl_batches import (
     ARGS,
@@ -129,6 +128,18 @@ def _loss(key: Key) -> Outcome:
             )
         return Outcome("value", ("loss_agg_mode",), AGGREGATIONS[name], note)
     return Outcome("no counterpart", note=f"no loss {name} here: see docs/algorithms.md and docs/pipelines.md")
+
+
+def _take_stops(key: Key) -> Outcome | None:
+    """Take the stop strings, which an answer keeps in any case."""
+    given: Tree = key.value if isinstance(key.value, dict) else {}
+    stops = given.get("stop") or given.get("stop_strings")
+    if not stops:
+        return None
+    others = sorted(given.keys() - {"stop", "stop_strings", "include_stop_str_in_output"})
+    note = f"stop strings; no counterpart: {', '.join(others)}" if others else "stop strings"
+    texts = [stops] if isinstance(stops, str) else stops
+    return Outcome("value", ("actor_infer", "generating_args", "stop_strings"), texts, note)
 
 
 def _clip(target: str) -> Rule:
@@ -310,8 +321,7 @@ RULES: Rules = (
     ("max_prompt_length", rename("data.prompt_length")),
     ("temperature|top_p", lambda key: Outcome("renamed", ("actor_infer", "generating_args", key.path[0]), key.value)),
     ("top_k", become("actor_infer.generating_args.top_k", lambda value: value or -1, "-1 keeps all")),
-    ("generation_kwargs.stop|stop_strings", take_stops("actor_infer.generating_args.stop_strings")),
-    ("generation_kwargs.include_stop_str_in_output", no_effect("an answer keeps its stop string")),
+    ("generation_kwargs", _take_stops),
     ("min_p", same("", None, 0, 0.0)),
     ("repetition_penalty", same("", 1, 1.0)),
     ("min_p|repetition_penalty", missing("logprobs would not be the policy's")),

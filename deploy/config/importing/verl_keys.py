@@ -258,7 +258,6 @@ SAMPLING: Rules = (
     (f"{ROLLOUT}.val_kwargs.temperature|top_p|top_k",
      lambda key: Outcome("renamed", ("val_env_manager", "generating_args", key.path[-1]), key.value)),
     (f"{ROLLOUT}.stop", take_stops("actor_infer.generating_args.stop_strings")),
-    (f"{ROLLOUT}.val_kwargs.stop", take_stops("val_env_manager.generating_args.stop_strings")),
     (f"{ROLLOUT}.include_stop_str_in_output", no_effect("an answer keeps its stop string")),
     (f"{ROLLOUT}.val_kwargs.n", rename("val_env_manager.group_size")),
     (f"{ROLLOUT}.val_kwargs.do_sample", no_effect("val_kwargs.temperature counts")),

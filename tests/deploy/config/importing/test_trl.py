@@ -202,7 +202,7 @@ def test_grpo_becomes_rlvr(tmp_path: Path):
         (
             "generation_kwargs: {stop: </search>, include_stop_str_in_output: false}",
             "actor_infer",
-            {"generating_args": {"stop_strings": ["</search>"], "max_new_tokens": 256}},
+            {"generating_args": {"stop_strings": ["</search>"], "max_new_tokens": 512}},
         ),
         ("importance_sampling_level: sequence", "ratio_type", "sequence"),
         ("beta: 0.0", "use_kl_loss", None),

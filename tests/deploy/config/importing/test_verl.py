@@ -308,14 +308,8 @@ OVERLONG = "+reward_model.reward_kwargs.overlong_buffer_cfg"
         (("actor_rollout_ref.model.lora_alpha=32",), {"actor_train.model_args.lora_alpha": None}),
         (("algorithm.adv_estimator=grpo_vectorized",), {"adv_estimator": "grpo"}),
         (
-            (
-                "+actor_rollout_ref.rollout.stop=['</search>','</answer>']",
-                "+actor_rollout_ref.rollout.val_kwargs.stop=['x']",
-            ),
-            {
-                "actor_infer.generating_args.stop_strings": ["</search>", "</answer>"],
-                "val_env_manager.generating_args.stop_strings": ["x"],
-            },
+            ("+actor_rollout_ref.rollout.stop=['</search>','</answer>']",),
+            {"actor_infer.generating_args.stop_strings": ["</search>", "</answer>"]},
         ),
         (("trainer.experiment_name=x_$(date)",), {"exp_name": "x_-date"}),
     ],
