@@ -4,7 +4,7 @@ import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -112,7 +112,7 @@ async def test_an_episodes_score_is_added_to_the_envs_reward_on_the_last_turn(be
 
 
 @pytest.mark.parametrize("execution", ["inline", "process"])
-async def test_an_env_tells_rewards_of_its_task(bench, left, execution: str):
+async def test_an_env_tells_rewards_of_its_task(bench, left, execution: Literal["inline", "process"]):
     env = CustomEnv(env_type=HERE + "TellingEnv", max_steps=5, max_tokens_per_step=4, execution=execution)
     async with bench(*group(0, 1), generation=left, **scored(env, COUNT)) as b:
         await b.until_done(1)
@@ -133,7 +133,7 @@ async def test_a_row_that_is_not_plain_is_an_error_of_the_env(bench, left):
 async def test_a_question_is_judged_by_its_answer(bench, left, tmp_path: Path):
     rows = [{"question": "P", "answer": "Left", "level": 3}, {"question": "G", "answer": "Up", "level": 1}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = {"dataset_name": str(tmp_path / "rows.jsonl"), "split": "any"}
+    config: dict[str, Any] = {"dataset_name": str(tmp_path / "rows.jsonl"), "split": "any"}
     env = CustomEnv(env_type="qa", env_config=config, max_steps=1, max_tokens_per_step=4, execution="inline")
     async with bench(*(task for n in range(8) for task in group(n, 1)), generation=left, **scored(env, COUNT)) as b:
         await b.until_done(8)
