@@ -147,22 +147,28 @@ def decode_change(blob: str | bytes, step: int | None) -> Change:
 
 
 def settings_at(base: Settings, changes: Iterable[Change], step: int) -> Settings:
-    for change in changes:
-        if change.step is not None and change.step <= step:
-            base = base.changed(change.values)
-    return base
+    return base.changed(merge(change for change in changes if change.step is not None and change.step <= step))
 
 
 def requested_settings(base: Settings, changes: Iterable[Change]) -> Settings:
     """Return the settings once all changes are adopted."""
-    for change in changes:
-        base = base.changed(change.values)
-    return base
+    return base.changed(merge(changes))
 
 
 def settings_now(base: Settings, changes: Iterable[Change]) -> Settings:
     """Return the current settings; the learner's once adopted."""
+    return base.changed(merge(_in_force(change) for change in changes))
+
+
+def merge(changes: Iterable[Change]) -> dict[str, float]:
+    """Return each changed setting's newest value."""
+    merged: dict[str, float] = {}
     for change in changes:
-        at_once = {name: value for name, value in change.values.items() if name in AT_ONCE}
-        base = base.changed(at_once if change.step is None else change.values)
-    return base
+        merged |= change.values
+    return merged
+
+
+def _in_force(change: Change) -> Change:
+    if change.step is not None:
+        return change
+    return replace(change, values={name: value for name, value in change.values.items() if name in AT_ONCE})

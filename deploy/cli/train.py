@@ -320,7 +320,8 @@ class TrainCommand:
 def describe_kept_changes(config: RunConfig, view: RunView) -> str:
     """Describe the live changes of earlier attempts that override the configuration; empty without any."""
     configured = asdict(config.settings)
-    changed = {name: value for change in view.changes for name, value in change.values.items()}
+    in_force = {name: value for name, value in view.settings.model_dump().items() if value != configured[name]}
+    changed = in_force | {name: value for change in view.changes for name, value in change.values.items()}
     kept = [
         f"{name}={value:g} (configured: {configured[name]:g})"
         for name, value in changed.items()

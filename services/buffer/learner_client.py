@@ -29,7 +29,7 @@ from offbeat.services.buffer.scripts import (
 )
 from offbeat.services.errors import CodecError, FencedError, ReconcileError
 from offbeat.services.keys import RunKeys
-from offbeat.services.live_settings import decode_change, encode_change
+from offbeat.services.live_settings import Change, decode_change, encode_change
 from offbeat.services.messages.codec import decode_trajectory
 from offbeat.services.messages.types import Group, Trajectory
 from offbeat.services.redis.connection import MAX_BLOCK_S
@@ -83,7 +83,9 @@ class RedisLearnerBuffer:
         """Entry id as delivered -> number."""
         self._entries: dict[int, str] = {}
         """Number -> entry id in this Redis."""
-        self._changes: list[tuple[str, int]] = []
+        self._changes: list[tuple[str, Change]] = []
+        """Adopted ones, as in Redis and decoded."""
+        self._num_adopted = 0
         self._run_id = run_id
         self._epoch = epoch
         self._keys = BufferKeys(run_id)
@@ -104,9 +106,9 @@ class RedisLearnerBuffer:
         checkpoints, and sampled ones in flight, are dropped as `rewound` and replaced; unknown numbers as `lost`.
         """
         with self._lock:
-            numbers = [number + 1 for _, batch in proof.saved for number in batch]
-            num_known = len(numbers)
-            next_number = max([proof.next_number, *numbers, *(number + 1 for number in self._held)])
+            newest = max((max(batch) for _, batch in proof.saved if batch), default=-1)
+            num_known = sum(len(batch) for _, batch in proof.saved)
+            next_number = max(proof.next_number, newest + 1, *(number + 1 for number in self._held), 0)
             fields = {
                 "known": max(proof.incarnation, self._known.number),
                 "entries": list(proof.entry_ids),
@@ -115,13 +117,14 @@ class RedisLearnerBuffer:
                 "held": [(n, version, *self._refilled.get(n, (0, ""))) for n, version in self._held.items()],
                 "next": next_number or proof.num_trained,
                 "all_known": num_known >= proof.num_trained,
-                "changes": self._changes,
+                "changes": [(text, change.step) for text, change in self._changes],
                 "limits": [str(part) for part in limit_fields(self._limits)] if self._limits else [],
                 "life": proof.newest_event_ms,
                 "metrics": proof.newest_metric_id,
             }
             incarnation, is_new, added, corrected, entries = self._reconcile_from_lowest(proof, fields)
             self._known.set(incarnation.decode())
+            self._num_adopted = 0
             self._prefetched.clear()
             self._out_of_order.clear()
             self._last = "0-0"
@@ -238,10 +241,15 @@ class RedisLearnerBuffer:
             time.sleep(LEDGER_POLL_S)
 
     def adopt(self, step: int) -> Boundary:
-        paused, desired, flat = self._call("adopt", self._epoch, step)
-        self._changes = [(flat[i].decode(), int(flat[i + 1])) for i in range(0, len(flat), 2)]
-        changes = tuple(decode_change(change, step) for change, step in self._changes)
-        return Boundary(changes, bool(paused), desired in STOP_STATES)
+        first = self._num_adopted
+        paused, desired, flat = self._call("adopt", self._epoch, step, first)
+        with self._lock:
+            if self._num_adopted < first:  # reconciled meanwhile
+                return self.adopt(step)
+            pairs = zip(flat[::2], flat[1::2], strict=True)
+            self._changes[first:] = [(text.decode(), decode_change(text, int(at))) for text, at in pairs]
+            self._num_adopted = len(self._changes)
+            return Boundary(tuple(change for _, change in self._changes), bool(paused), desired in STOP_STATES)
 
     def suggest(self, step: int, values: Mapping[str, float], why: str, *, if_lost: bool = False) -> bool:
         """Request settings before `adopt(step)`; return False if the step is decided. if_lost: only if Redis has no

@@ -25,7 +25,7 @@ from offbeat.services.control.schemas import (
 from offbeat.services.control.store import RunStore
 from offbeat.services.errors import CodecError
 from offbeat.services.findings import RunFinding
-from offbeat.services.live_settings import Settings, settings_now
+from offbeat.services.live_settings import Settings
 
 TRAINING = (RunState.RUNNING, RunState.DRAINING)
 
@@ -70,9 +70,9 @@ class Overview:
         snapshot, learner, changes = await asyncio.gather(
             self._buffer.snapshot(run_id),
             components.learner(run_id),
-            store.changes(run_id),
+            store.recent_changes(run_id),
         )
-        settings = settings_now(record.settings, changes)
+        settings = changes.settings(record.settings)
         rates = await self._rates.view(record, learner, store.clock(), can_train=record.state in TRAINING)
         return RunView(
             id=run_id,
@@ -98,7 +98,7 @@ class Overview:
             staleness=_staleness(learner, settings),
             rates=rates,
             settings=SettingsView.of(settings),
-            changes=[ChangeView.of(change) for change in changes],
+            changes=[ChangeView.of(change) for change in changes.newest],
             metrics={name: finite(value) for name, value in learner.metrics.items()},
             diagnosis=[FindingView.of(finding) for finding in _findings(record, learner, reports)],
             paths=paths_view(record),

@@ -193,7 +193,7 @@ class RunView(View):
     rates: RatesView | None = None
     settings: SettingsView
     changes: list[ChangeView] = Field(default_factory=list[ChangeView])
-    """Changes of settings, oldest first."""
+    """Newest changes of settings, 100 to 119 of more, oldest first."""
     metrics: dict[str, float | None] = Field(default_factory=dict[str, float | None])
     """The learner's newest metrics."""
     diagnosis: list[FindingView] = Field(default_factory=list[FindingView])

@@ -16,6 +16,7 @@ from redis.asyncio import Redis
 
 from offbeat.services.control.claims import KINDS, Claims, Holder, claims_of, find_conflict, without_run, write_claims
 from offbeat.services.control.component_store import ComponentStore, write_event
+from offbeat.services.control.recent_changes import EarlierChanges, RecentChanges, read_recent_changes
 from offbeat.services.control.run import (
     BusyError,
     DesiredState,
@@ -34,7 +35,6 @@ from offbeat.services.live_settings import (
     Settings,
     decode_change,
     encode_change,
-    settings_now,
 )
 from offbeat.services.redis.transactions import repeat_transaction
 
@@ -59,6 +59,8 @@ class RunStore:
     """Active runs whose records a reconciler of this process restores."""
     reported: set[str] = field(default_factory=set[str])
     """Folders into which this process writes an ended run's report."""
+    _earlier: dict[str, EarlierChanges] = field(default_factory=dict[str, EarlierChanges])
+    """By run."""
 
     @property
     def components(self) -> ComponentStore:
@@ -309,8 +311,12 @@ class RunStore:
         steps = {int(place): int(step) for place, step in adopted.items()}
         return [decode_change(blob, steps.get(place)) for place, blob in enumerate(blobs)]
 
+    async def recent_changes(self, run_id: str) -> RecentChanges:
+        """Return the newest changes, and the values of earlier ones, which are read once."""
+        return await read_recent_changes(self.redis, run_id, self._earlier)
+
     async def settings(self, record: RunRecord) -> Settings:
-        return settings_now(record.settings, await self.changes(record.run_id))
+        return (await self.recent_changes(record.run_id)).settings(record.settings)
 
     async def update(self, run_id: str, **changes: str | float) -> None:
         mapping = {name: str(value) for name, value in changes.items()}

@@ -23,7 +23,6 @@ from offbeat.services.control.queries import BufferReader
 from offbeat.services.control.run import ForeignRecordError, LostRecordError, RunRecord, UnknownRunError
 from offbeat.services.control.store import RunStore
 from offbeat.services.errors import CodecError, RetryableError
-from offbeat.services.live_settings import settings_now
 from offbeat.services.tinker.api import MODEL_FAMILIES, read_open_models
 
 TINKER_FAMILIES = {value: Family(name, FamilyType.GAUGE, text) for value, (name, text) in MODEL_FAMILIES.items()}
@@ -91,9 +90,9 @@ class PrometheusExporter:
             components.reports(run_id),
         )
         learner, buffer, changes = await asyncio.gather(
-            components.learner(run_id), self._buffer.snapshot(run_id), store.changes(run_id)
+            components.learner(run_id), self._buffer.snapshot(run_id), store.recent_changes(run_id)
         )
-        settings = settings_now(record.settings, changes)
+        settings = changes.settings(record.settings)
         return ExportedRun(store.clock(), record, progress, observations, restarts, reports, learner, buffer, settings)
 
 

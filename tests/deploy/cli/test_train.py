@@ -13,12 +13,12 @@ import pytest
 from rich.console import Console
 
 from offbeat.deploy.cli.run_view import open_view
-from offbeat.deploy.cli.train import TrainCommand, describe_stop, resume_command
+from offbeat.deploy.cli.train import TrainCommand, describe_kept_changes, describe_stop, resume_command
 from offbeat.deploy.config.loader import load_run
 from offbeat.deploy.run_setup import run_spec
 from offbeat.services.control.event_schemas import MetricsView
 from offbeat.services.control.run import RunState
-from offbeat.services.control.schemas import ChangeView, RunView
+from offbeat.services.control.schemas import ChangeView, RunView, SettingsView
 from offbeat.services.control.store import RunStore
 from offbeat.services.errors import MeshError
 from offbeat.services.redis.connection import connect_async
@@ -62,8 +62,12 @@ async def test_a_resumed_run_names_the_changed_settings_that_it_keeps(tmp_path: 
     rate = "actor_train.training_args.learning_rate=1e-4"
     config = load_run(QUICKSTART, [f"output_dir={tmp_path}", rate, "max_staleness=2"])
     changes = [{"learning_rate": 1e-3, "max_staleness": 1.0}, {"max_staleness": 2.0}]
+    settings = config.settings.changed({"learning_rate": 1e-3})
     shown = view(state=RunState.STOPPED).model_copy(
-        update={"changes": [ChangeView(values=values, at=0.0, from_step=5) for values in changes]}
+        update={
+            "changes": [ChangeView(values=values, at=0.0, from_step=5) for values in changes],
+            "settings": SettingsView.of(settings),
+        }
     )
     output = io.StringIO()
     command = TrainCommand(config, open_view("lake", Console(file=output, width=200)), "")
@@ -246,3 +250,12 @@ def test_a_run_whose_output_is_closed_stops_with_a_checkpoint(tmp_path: Path, is
         talking.send_signal(signal.SIGTERM)  # the first one that asks for an end
         assert talking.wait(60) == 0
     assert log.read_text().splitlines() == ["stop_learner", "stop stopped", "exit 130"]
+
+
+def test_a_kept_change_is_named_though_the_view_lists_newer_ones_alone(tmp_path: Path):
+    config = load_run(QUICKSTART, [f"output_dir={tmp_path}"])
+    changes = [ChangeView(values={"num_env_groups": 7.0}, at=0.0, from_step=5)]
+    settings = SettingsView.of(config.settings.changed({"num_workers": 3, "num_env_groups": 7}))
+    kept = describe_kept_changes(config, view().model_copy(update={"changes": changes, "settings": settings}))
+    assert "num_workers=3 (configured: " in kept
+    assert "num_env_groups=7 (configured: " in kept

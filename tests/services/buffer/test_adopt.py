@@ -181,3 +181,28 @@ def test_counts_hold_at_once_and_the_rest_once_it_is_adopted():
 
     changes = [Change({"num_workers": 4, "learning_rate": 0.5}), Change({"temperature": 0.5}, step=2)]
     assert settings_now(BASE, changes) == replace(BASE, num_workers=4, temperature=0.5)
+
+
+async def test_a_step_reads_the_changes_since_the_last_one_alone(run: Run, redis: Redis):
+    """A staleness controller makes thousands in a long run."""
+
+    def adopt(step: int) -> tuple[int, int]:
+        before = redis.info("commandstats")
+        num = len(run.learner.adopt(step).changes)
+        after = redis.info("commandstats")
+        calls = (
+            after.get(each, {}).get("calls", 0) - before.get(each, {}).get("calls", 0)
+            for each in ("cmdstat_hsetnx", "cmdstat_hget")
+        )
+        return num, sum(calls)
+
+    for i in range(300):
+        ask(redis, num_env_groups=i + 1)
+    num, num_calls = adopt(1)
+    assert (num, num_calls >= 600) == (300, True)
+    ask(redis, num_env_groups=7)
+    num, num_calls = adopt(2)
+    assert num == 301
+    assert num_calls < 20
+    assert settings_now(BASE, run.learner.adopt(3).changes).num_env_groups == 7
+    assert [change.step for change in run.next_learner().adopt(0).changes] == [1] * 300 + [2]
