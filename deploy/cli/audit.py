@@ -136,7 +136,7 @@ def _with_newest(redis: Redis, run_id: str, events: list[LifeEvent]) -> tuple[li
     scripts = BufferScripts(redis, run_id)
     for _ in range(20):
         while page := read_events_after(redis, run_id, events[-1].id if events else "0"):
-            events = [*events, *page]
+            events += page
         reply = scripts("snapshot")
         ledger = {reply[0][i]: reply[0][i + 1] for i in range(0, len(reply[0]), 2)}
         if not ledger or (events and int(ledger.get(b"events", 0)) == events[-1].ordinal):

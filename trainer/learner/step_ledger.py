@@ -7,7 +7,7 @@ steps with the same groups, unless Redis has lost data.
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +19,7 @@ from offbeat.services.errors import FencedError
 from offbeat.services.jsonl import LinesFile, last_lines, read_lines
 from offbeat.services.messages.types import Group
 from offbeat.trainer.data.replay_buffer import NO_REPLAY, ReplayedGroups
+from offbeat.trainer.learner.saved_steps import SavedSteps
 from offbeat.trainer.learner.step_groups import StepGroups
 from offbeat.trainer.trackers.metrics_file import METRICS_FILE, newest_id
 
@@ -122,22 +123,19 @@ class StepLedger:
         Raises:
             FencedError: a newer learner has written to the journal.
         """
-        lines, _ = read_step_ledger(self._output_dir)
-        lines += [line for row in self._unwritten if (line := parse_journal_line(row)) is not None]
-        newest = max((line.epoch for line in lines), default=0)
-        if newest > self._epoch:
-            raise FencedError(f"a learner of epoch {newest} has taken the run from epoch {self._epoch}")
-        saved = [(line.step, [group.number for group in line.groups]) for line in surviving_steps(lines, step)]
-        is_complete = sum(len(numbers) for _, numbers in saved) >= num_trained
+        saved = SavedSteps(step)
+        saved.read(self._output_dir / STEPS_FILE)
+        for row in self._unwritten:
+            saved.add(row)
+        if saved.newest_epoch > self._epoch:
+            raise FencedError(f"a learner of epoch {saved.newest_epoch} has taken the run from epoch {self._epoch}")
         return Proof(
-            saved=saved,
-            entry_ids=() if is_complete else tuple(entry_ids),
+            saved=saved.groups,
+            entry_ids=() if saved.num_groups >= num_trained else tuple(entry_ids),
             step=step,
             num_trained=num_trained,
             next_number=next_number,
-            incarnation=max(
-                (line.incarnation for line in lines if isinstance(line, (ResumedLine, ReconciledLine))), default=0
-            ),
+            incarnation=saved.incarnation,
             newest_event_ms=newest_event_ms(self._output_dir),
             newest_metric_id=newest_id(self._output_dir / METRICS_FILE),
         )
@@ -194,22 +192,6 @@ def _member_row(group: Group) -> list[object]:
 
 def _to_float(value: object) -> float:
     return math.nan if value is None else float(cast(float, value))
-
-
-def surviving_steps(lines: Iterable[JournalLine], step: int) -> list[StepLine]:
-    """Return the surviving lineage's steps."""
-    steps: list[StepLine] = []
-    epoch = 0
-    for line in lines:
-        if isinstance(line, (ReconciledLine, LeaseLine)) or line.epoch < epoch:
-            continue  # or of a learner that had been replaced
-        epoch = line.epoch
-        is_step = isinstance(line, StepLine)
-        while steps and steps[-1].step > line.step - is_step:
-            steps.pop()
-        if is_step:
-            steps.append(line)
-    return [each for each in steps if each.step <= step]
 
 
 def note_lease(output_dir: Path, epoch: int) -> None:
