@@ -12,6 +12,7 @@ from offbeat.deploy.config.importing.roll_agentic import add_gem_ids, list_judge
 from offbeat.deploy.config.importing.roll_keys import ROLES, find_unknown
 from offbeat.deploy.config.importing.roll_rlvr import name_domains
 from offbeat.deploy.config.importing.roll_rules import PIPELINES, Defaults
+from offbeat.deploy.config.importing.roll_tools import wrap_envs
 from offbeat.deploy.config.importing.rules import (
     Key,
     Tree,
@@ -72,6 +73,7 @@ def translate_roll(path: Path) -> tuple[Tree, list[KeyReport], list[str]]:
     tree, reports = translate(keys(), decide)
     if pipeline == "agentic":
         add_gem_ids(tree, source)
+        wrap_envs(tree, source)
         list_judge(tree)
     if pipeline == "rlvr":
         name_domains(tree, source)

@@ -17,6 +17,7 @@ from offbeat.deploy.config.importing.roll_run import (
     is_distillation,
     normalization_scopes,
 )
+from offbeat.deploy.config.importing.roll_tools import tools
 from offbeat.deploy.config.importing.rules import (
     Key,
     Rule,
@@ -296,7 +297,7 @@ AGENTIC: tuple[tuple[str, Rule], ...] = (
     ("custom_envs.*.agent_template", _template),
     ("custom_envs.*.pre_step_template", _image_template),
     ("custom_envs.*.next_step_template", same("with pre_step_template")),
-    ("custom_envs.*.tool_wrapper", missing("tools are functions of the env, or of an agent (docs/environments.md)")),
+    ("custom_envs.*.tool_wrapper", tools),
     ("batch_adjust_mode", same("batches are whole groups: none is copied or left out")),
     ("env_monitor.**", missing("custom_envs.*.step_timeout_s and episode_timeout_s replace it")),
     ("reward_normalization.grouping|method|norm_mean_type|norm_std_type", _normalization),

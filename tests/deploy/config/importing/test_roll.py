@@ -471,6 +471,56 @@ def test_gems_envs_are_those_of_the_adapter(tmp_path: Path):
     assert env.env_config == {"id": "game:GuessTheNumber-v0", "kwargs": {"max_number": 9}}
 
 
+def test_a_tool_wrapper_becomes_an_env_of_tools(tmp_path: Path):
+    code = {
+        "tool_id": "python_code",
+        "tool_args": {"timeout": 8, "sandbox_type": "none", "keep_error_last_line": False},
+    }
+    search = {"tool_id": "search", "tool_args": {"search_url": "http://one/retrieve", "topk": 5, "num_workers": 2}}
+    mcp = {"tool_id": "mcp", "tool_args": {"server_url": "http://two/mcp", "tool_names_subset": ["open"]}}
+    wrapper = {
+        "wrapper_args": {"tool_reward": 0, "tool_success_reward": 0.1, "max_tool_uses": 2},
+        "tool_configs": [code, search, mcp],
+    }
+    env = {
+        "env_type": "game:GuessTheNumber-v0",
+        "max_steps": 3,
+        "env_config": {"max_number": 9},
+        "tool_wrapper": wrapper,
+    }
+    text = json.dumps(
+        {
+            "custom_envs": {"Guess": env},
+            "train_env_manager": {"tags": ["Guess"]},
+            "val_env_manager": {"tags": ["Guess"]},
+        }
+    )
+    imported = import_roll(write_variant(tmp_path, text))
+    table = imported.tree["custom_envs"]["Guess"]
+    assert table["env_type"] == "tools"
+    assert table["env_config"] == {
+        "env_type": "gem",
+        "env_config": {"id": "game:GuessTheNumber-v0", "kwargs": {"max_number": 9}},
+        "tools": [
+            {"tool_id": "python_code", "limits": {"timeout_s": 8, "cpu_s": 8}},
+            {"tool_id": "search", "url": "http://one/retrieve", "top_k": 5, "timeout_s": 5},
+            {"tool_id": "mcp", "url": "http://two/mcp", "functions": ["open"]},
+        ],
+        "tool_reward": 0,
+        "tool_success_reward": 0.1,
+        "max_tool_uses": 2,
+    }
+    (report,) = [each.outcome for each in imported.keys if each.key == ("custom_envs", "Guess", "tool_wrapper")]
+    assert (report.status, report.target) == ("renamed", ("custom_envs", "Guess", "env_config", "tools"))
+    assert report.note.endswith("without search.num_workers")
+    wrapper["tool_configs"] = [{"tool_id": "browser", "tool_args": {}}]
+    text = json.dumps({"custom_envs": {"Guess": env}, "train_env_manager": {"tags": ["Guess"]}})
+    imported = import_roll(write_variant(tmp_path, text))
+    assert imported.tree["custom_envs"]["Guess"]["env_type"] == "gem"
+    (report,) = [each.outcome for each in imported.keys if each.key == ("custom_envs", "Guess", "tool_wrapper")]
+    assert report.status == "no counterpart"
+
+
 @pytest.mark.parametrize(
     ("engine", "temperature", "tokens", "status"),
     [
