@@ -35,7 +35,10 @@ def find_problems(evidence: CommandEvidence) -> list[str]:
 
 def _check_order(evidence: CommandEvidence) -> Iterator[str]:
     if missing := sorted(set(range(evidence.applied + 1)) - evidence.commands.keys()):
-        yield f"command {missing[0]} has no entry, {len(missing)} in all: models of builds before this audit have none"
+        yield (
+            f"command {missing[0]} has no entry, {len(missing)} in all: models of builds before this audit have none, and "
+            "those of an ended session lose them after 30 days"
+        )
 
 
 def _check_repeated(evidence: CommandEvidence) -> Iterator[str]:

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 SCRIPTS = Path(__file__).parent / "lua"
 RESULT_EXPIRY_S = 24 * 3600
 """Of results that are not fetched."""
+CLOSED_EXPIRY_S = 30 * 24 * 3600
+"""Of what a closed model's commands have left: the audit's entries, metrics and numbers of samples."""
 WAKEUPS_PER_WAIT = 1024
 
 
@@ -219,8 +221,9 @@ class CommandLog:
         """Close a model to further commands, unless its next one is queued; return whether it is closed."""
         keys, owner = self.keys, self.model(model_id).owner
         hashes = (keys.applied, keys.closed, keys.inflight, keys.queued_bytes, keys.open_models(owner))
-        passes = keys.shared_passes(model_id)
-        return bool(self._close(keys=[keys.log(model_id), *hashes, passes], args=[model_id, owner]))
+        left = (keys.applied_commands, keys.diverged_commands, keys.metrics, keys.samples)
+        own = (keys.shared_passes(model_id), *(key(model_id) for key in left))
+        return bool(self._close(keys=[keys.log(model_id), *hashes, *own], args=[model_id, owner, CLOSED_EXPIRY_S]))
 
     def closed(self) -> set[str]:
         return {each.decode() for each in self._redis.smembers(self.keys.closed)}

@@ -1,10 +1,10 @@
-"""What expires: sessions without a heartbeat, and results that were fetched."""
+"""What expires: sessions without a heartbeat, results that were fetched, and what closed models have left."""
 
 import time
 
 from offbeat.services.tinker.expiry import SessionExpiry
-from offbeat.services.tinker.log import RESULT_EXPIRY_S
-from offbeat.services.tinker.records import Result
+from offbeat.services.tinker.log import CLOSED_EXPIRY_S, RESULT_EXPIRY_S, Write
+from offbeat.services.tinker.records import AppliedCommand, Result, StepMetrics
 from offbeat.services.tinker.store import FETCHED_EXPIRY_S
 from tests.services.tinker.api_server import Server
 
@@ -47,3 +47,20 @@ async def test_a_result_that_was_fetched_expires_soon(server: Server) -> None:
     assert 0 < server.redis.ttl(key(f"{model}:0")) <= FETCHED_EXPIRY_S
     assert FETCHED_EXPIRY_S < server.redis.ttl(key(f"{model}:1")) <= RESULT_EXPIRY_S
     assert await server.post("/retrieve_future", {"request_id": f"{model}:0"}) == {}
+
+
+async def test_what_the_commands_of_a_closed_model_leave_expires(server: Server) -> None:
+    session, model = await server.create_model()
+    _, other = await server.create_model()
+    keys, log = server.log.keys, server.log
+    metrics = StepMetrics(version=1, loss=0.5, num_sequences=1, num_tokens=2, grad_norm=1.0, learning_rate=0.1, at=1.0)
+    for each in (model, other):
+        applied = AppliedCommand(kind="create_model", at=1.0, version=0)
+        writes = (Write.of(keys.applied_commands(each), "0", applied), Write.of(keys.metrics(each), "0", metrics))
+        log.commit(each, log.model(each).owner, 0, Result.of_json({}), writes)
+        await server.service.store.count_samples(each, {0: 1}, {0: 8})
+    await server.post(f"/sessions/{session}/finish", {})
+    assert log.close(model)
+    for key in (keys.applied_commands, keys.metrics, keys.samples):
+        assert 0 < server.redis.ttl(key(model)) <= CLOSED_EXPIRY_S
+        assert server.redis.ttl(key(other)) == -1
