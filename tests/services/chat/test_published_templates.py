@@ -15,10 +15,11 @@ from offbeat.services.chat.template import ChatTemplate
 from offbeat.services.errors import RolloutError
 from tests.services.gateway.templates import byte_tokenizer
 
-if importlib.util.find_spec("trl") is None:
+SPEC = importlib.util.find_spec("trl")
+if SPEC is None or not SPEC.submodule_search_locations:
     pytest.skip("TRL is not installed: it is part of the dev extra", allow_module_level=True)
 
-TEMPLATES = Path(next(iter(importlib.util.find_spec("trl").submodule_search_locations))) / "chat_templates"
+TEMPLATES = Path(SPEC.submodule_search_locations[0]) / "chat_templates"
 HARMONY = ("gptoss", "muse_glimmer")
 NO_SYSTEM = ("gemma",)
 APPEND_ONLY = (
