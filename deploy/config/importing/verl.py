@@ -30,25 +30,28 @@ from offbeat.deploy.config.importing.rules import (
     remove,
     translate,
 )
-from offbeat.deploy.config.importing.verl_keys import (
-    ARGS,
-    LORA_TARGET,
-    MEGATRON_LAYERS,
-    MODEL,
-    PROMPTS,
-    RESPONSES,
-    RULES,
-)
+from offbeat.deploy.config.importing.verl_keys import LORA_TARGET, MEGATRON_LAYERS, MODEL, RULES
 from offbeat.deploy.config.importing.verl_loss import (
-    ACTOR,
     CORRECTION,
     KL_COEF,
     PER_SEQUENCE,
-    ROLLOUT,
     estimator,
     is_set,
     loss_mode,
     trains_equal_rewards,
+)
+from offbeat.deploy.config.importing.verl_names import old_name, with_old_names
+from offbeat.deploy.config.importing.verl_trainers import (
+    ACTOR,
+    ARGS,
+    NAME,
+    RESPONSES,
+    ROLLOUT,
+    count_prompts,
+    count_steps,
+    name_trainer,
+    takes_behavior_logprobs,
+    trainer_defaults,
 )
 from offbeat.deploy.config.loader import readable
 from offbeat.deploy.config.yaml_limits import load_yaml
@@ -72,7 +75,11 @@ OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Div: operator.floordiv,
     ast.Mod: operator.mod,
 }
-TRAINERS = ("ppo_trainer", "ppo_megatron_trainer")
+TRAINERS = tuple(
+    f"{prefix}{name}"
+    for prefix in ("", "fully_async_", "one_step_off_")
+    for name in ("ppo_trainer", "ppo_megatron_trainer")
+)
 """verl's own files, whose values are its defaults."""
 MEGATRON, STRATEGY = "megatron", tuple(f"{ACTOR}.strategy".split("."))
 DEFAULTS: dict[str, Any] = {
@@ -125,15 +132,17 @@ def translate_verl(path: Path) -> tuple[Tree, list[KeyReport], list[str]]:
         source, remarks = _read_file(path)
     else:
         source, remarks = _read_script(path)
+    name = source.pop(NAME, "")
     if not source:
         raise ConfigError([ConfigIssue("", "no `key=value` of verl, nor a mapping of keys to values")], str(path))
     try:
         source = _resolve(source)
     except OmegaConfBaseException as error:  # a key or a value that is none of Hydra's
         raise ConfigError([ConfigIssue("", str(error).partition("\n")[0])], str(path)) from error
-    keys = ((path, Key(path, value, source)) for path, value in leaves(source, ()))
+    named = {**with_old_names(source), NAME: name}
+    keys = ((path, Key(old_name(path), value, named)) for path, value in leaves(source, ()))
     tree, reports = translate(keys, _decide)
-    return tree, [*reports, *add_defaults(tree, _defaults(source))], remarks
+    return tree, [*reports, *add_defaults(tree, _defaults(named))], remarks
 
 
 def _read_file(path: Path) -> tuple[Tree, list[str]]:
@@ -145,6 +154,7 @@ def _read_file(path: Path) -> tuple[Tree, list[str]]:
     names = _read_defaults(entries) if isinstance(entries, list) else []
     if any(MEGATRON in name for name in names):
         put(tree, STRATEGY, MEGATRON)
+    tree[NAME] = name_trainer(names)
     # A group's file that is not beside this one is verl's own
     unread = [name for name in names if "/" not in name or (path.parent / f"{name}.yaml").is_file()]
     return tree, [f"defaults: the keys of {each} are not read" for each in unread if each not in (*TRAINERS, "_self_")]
@@ -165,7 +175,9 @@ def _read_script(path: Path) -> tuple[Tree, list[str]]:
     with readable(path):
         script = path.read_text(encoding="utf-8")
     tree, name = read_overrides(script), read_option(script, "config-name").removesuffix(".yaml")
+    started = name_trainer(word for words, _ in _commands(script) for word in words)
     if not name:
+        tree[NAME] = started
         return tree, []
     folders = (read_option(script, "config-path"), "config", ".", "../config")
     files = [path.parent / folder / f"{name}.yaml" for folder in folders if folder]
@@ -183,6 +195,7 @@ def _read_script(path: Path) -> tuple[Tree, list[str]]:
         if parent is not None:  # a value, or null, in whose place Hydra puts a table
             remove(base, parent)
         put(base, key, value)
+    base[NAME] = started or base.get(NAME, "")
     return base, remarks
 
 
@@ -338,7 +351,7 @@ def _number(source: Tree, key: str, default: int) -> int:
 def _defaults(source: Tree) -> Iterator[tuple[str, Any]]:
     """Yield verl's defaults that differ from ours."""
     response = _number(source, "data.max_response_length", 512)
-    prompts = _number(source, "data.train_batch_size", PROMPTS)
+    prompts = count_prompts(source)
     yield "pipeline", "rlvr"
     yield "data.messages_key", "prompt"
     yield "data.prompt_length", 512
@@ -346,7 +359,6 @@ def _defaults(source: Tree) -> Iterator[tuple[str, Any]]:
     yield "sequence_length", _number(source, "data.max_prompt_length", 512) + response
     yield "rollout_batch_size", prompts * _number(source, f"{ROLLOUT}.n", RESPONSES)
     yield "train_env_manager.group_size", RESPONSES
-    yield "train_env_manager.num_env_groups", prompts
     yield "adv_estimator", "gae"
     if estimator(source) == "gae":
         yield "whiten_advantages", True
@@ -355,9 +367,11 @@ def _defaults(source: Tree) -> Iterator[tuple[str, Any]]:
     yield "loss_agg_mode", "seq-mean-token-mean" if loss_mode(source) in PER_SEQUENCE else "token-mean"
     if get(source, f"{ACTOR}.loss_agg_mode") == "seq-mean-token-sum-norm":
         yield "loss_agg_length", response
-    if loss_mode(source) != "gpg" or is_set(source, f"{CORRECTION}.rollout_is"):
+    if takes_behavior_logprobs(source):
+        yield "old_logprobs", "behavior"
+    elif loss_mode(source) != "gpg" or is_set(source, f"{CORRECTION}.rollout_is"):
         yield "old_logprobs", "recompute"
-    yield "max_staleness", 0
+    yield from trainer_defaults(source)
     if _number(source, "trainer.save_freq", -1) > 0:
         yield "max_ckpt_to_keep", ALL_CHECKPOINTS
     yield f"{ARGS}.adam_beta2", 0.999
@@ -371,7 +385,7 @@ def _defaults(source: Tree) -> Iterator[tuple[str, Any]]:
     if loss_mode(source) == "cispo":
         yield "cispo_epsilon_low", 0.2
         yield "cispo_epsilon_high", 0.2
-    if not get(source, "trainer.total_training_steps"):
+    if not get(source, "trainer.total_training_steps") and not count_steps(source):
         yield "data.num_train_epochs", 30
     yield "custom_envs", {"prompt": {"env_type": "prompt", "max_steps": 1, "max_tokens_per_step": response}}
     yield from _translated(source)

@@ -19,13 +19,20 @@ from offbeat.deploy.config.importing.rules import (
     take_file,
     take_stops,
 )
-from offbeat.deploy.config.importing.verl_loss import ACTOR, LOSS, ROLLOUT, has_reference, only_with
+from offbeat.deploy.config.importing.verl_loss import LOSS, has_reference, only_with
+from offbeat.deploy.config.importing.verl_trainers import (
+    ACTOR,
+    ARGS,
+    OFF,
+    RESPONSES,
+    ROLLOUT,
+    TRAINERS,
+    count_prompts,
+    count_versions,
+)
 from offbeat.trainer.config.aliases import ENGINE
 
 REF, MODEL = "actor_rollout_ref.ref", "actor_rollout_ref.model"
-ARGS = "actor_train.training_args"
-PROMPTS, RESPONSES = 1024, 1
-"""verl's defaults of train_batch_size and rollout.n."""
 SHARDED = "fsdp2_train shards over all processes; deepspeed_train can offload"
 MEGATRON = "each device becomes a data-parallel process; fsdp2_train has tp_size and pp_size (docs/learner.md)"
 MEGATRON_LAYERS = {
@@ -33,7 +40,6 @@ MEGATRON_LAYERS = {
     "linear_fc2": "down_proj",
 }  # fmt: skip
 LORA_TARGET = ("actor_train", "model_args", "lora_target")
-OFF = (-1, 0)
 PROFILED = "see docs/performance.md for what Offbeat measures"
 
 
@@ -48,10 +54,9 @@ def _responses(tree: Tree) -> Any:
 
 
 def _minibatch(key: Key) -> Outcome | None:
-    prompts = get(key.tree, "data.train_batch_size") or PROMPTS
-    if not isinstance(key.value, int) or not isinstance(prompts, int):
+    if not isinstance(key.value, int) or isinstance(get(key.tree, "data.train_batch_size"), str):
         return None
-    steps = max(1, ceil(prompts / key.value))
+    steps = max(1, ceil(count_prompts(key.tree) / key.value))
     return Outcome("value", (*ARGS.split("."), "num_minibatches"), steps, "optimizer steps per batch")
 
 
@@ -120,7 +125,7 @@ def _warmup(target: str) -> Rule:
             return Outcome("no effect", note="lr_warmup_steps counts")
         if key.value == 0:
             return Outcome("same", note="no warm-up")
-        steps = get(key.tree, "trainer.total_training_steps")
+        steps = count_versions(key.tree)
         if not isinstance(key.value, float | int) or not isinstance(steps, int):
             return Outcome("no counterpart", note=f"set {target}.warmup_steps")
         return Outcome("value", (*target.split("."), "warmup_steps"), int(steps * key.value), f"of {steps} steps")
@@ -353,4 +358,4 @@ RUN: Rules = (
     ("*.*.profiler.**", missing(PROFILED)),
 )  # fmt: skip
 
-RULES: Rules = (*LOSS, *TRAINING, *SAMPLING, *DATA, *RUN)
+RULES: Rules = (*TRAINERS, *LOSS, *TRAINING, *SAMPLING, *DATA, *RUN)

@@ -2,8 +2,8 @@
 
 from offbeat.deploy.config.importing.report import Outcome
 from offbeat.deploy.config.importing.rules import Key, Rule, Rules, Tree, become, get, missing, no_effect, rename, same
+from offbeat.deploy.config.importing.verl_trainers import ACTOR, ROLLOUT, bypasses
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 CORRECTION = "algorithm.rollout_correction"
 OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
 ESTIMATORS = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
@@ -31,10 +31,6 @@ def is_set(tree: Tree, name: str) -> bool:
 def loss_mode(tree: Tree) -> str:
     """Return the loss, which verl's bypass mode replaces by PPO's."""
     return "vanilla" if bypasses(tree) else get(tree, f"{ACTOR}.policy_loss.loss_mode") or "vanilla"
-
-
-def bypasses(tree: Tree) -> bool:
-    return is_set(tree, f"{CORRECTION}.bypass_mode")
 
 
 def estimator(tree: Tree) -> str:
@@ -165,7 +161,7 @@ def _weight(target: str) -> Rule:
     """Take a key of the importance weights, which verl's bypass mode with PPO's loss computes without applying."""
 
     def rule(key: Key) -> Outcome:
-        if get(key.tree, f"{CORRECTION}.bypass_mode"):
+        if bypasses(key.tree):
             return Outcome("no effect", note="bypass_mode: the ratio is to the behavior policy")
         if not get(key.tree, f"{CORRECTION}.rollout_is"):
             return Outcome("no effect", note="rollout_is is not set")
