@@ -17,19 +17,25 @@ STOP_STRINGS, NUM_ANSWERED = "offbeat_stop_strings", "offbeat_num_answered"
 
 
 class StopScheduler(Scheduler):
-    def _update_request_with_output(
+    """vLLM's own until the first request with stop strings, so that they cost engines without any nothing."""
+
+    def add_request(self, request: Request) -> None:
+        if _arguments(request):
+            self._update_request_with_output = self._update_to_stop
+        super().add_request(request)
+
+    def _update_to_stop(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
-        sampling: Any = request.sampling_params
-        arguments = sampling.extra_args
-        if not arguments or STOP_STRINGS not in arguments:
-            return super()._update_request_with_output(request, new_token_ids, is_stale)
+        update = type(self)._update_request_with_output
+        if not (arguments := _arguments(request)):
+            return update(self, request, new_token_ids, is_stale)
         folder = Path(self.vllm_config.model_config.model)
         stops = stop_strings_of(folder, tuple(arguments[STOP_STRINGS]))
         stopped = False
         for count, token in enumerate(new_token_ids, 1):
-            _, stopped = super()._update_request_with_output(request, [token], is_stale)
-            if stops.is_end(_answer(request, arguments.get(NUM_ANSWERED, 0))):
+            _, stopped = update(self, request, [token], is_stale)
+            if stops.is_end(_answer(request, arguments[NUM_ANSWERED])):
                 request.status = RequestStatus.FINISHED_STOPPED
                 stopped = True
             if stopped:
@@ -38,14 +44,21 @@ class StopScheduler(Scheduler):
         return new_token_ids, stopped
 
 
-class AsyncStopScheduler(AsyncScheduler, StopScheduler):
-    """`AsyncScheduler` on `StopScheduler`, by the order of the bases."""
+class AsyncStopScheduler(StopScheduler, AsyncScheduler):
+    """`AsyncScheduler` with stop strings."""
 
 
 def make_scheduler(vllm_config: Any, **arguments: Any) -> StopScheduler:
     """Return the scheduler that vLLM would take, with stop strings."""
     kind = AsyncStopScheduler if vllm_config.scheduler_config.async_scheduling else StopScheduler
     return kind(vllm_config=vllm_config, **arguments)
+
+
+def _arguments(request: Request) -> dict[str, Any] | None:
+    """Return what was said of stop strings, None without any."""
+    sampling: Any = request.sampling_params
+    given = sampling.extra_args
+    return given if given and STOP_STRINGS in given else None
 
 
 def _answer(request: Request, num_answered: int) -> Any:

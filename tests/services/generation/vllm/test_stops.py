@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.request import Request, RequestStatus
 
 from offbeat.services.generation.vllm.engine import sampling_parameters
@@ -27,6 +28,12 @@ class Scheduled:
         self.scheduler.vllm_config = SimpleNamespace(model_config=SimpleNamespace(model=str(folder)))
         self.scheduler.kv_cache_manager = SimpleNamespace(cache_blocks=lambda _, count: self.cached.append(count))
         self.request = Request("r", [4, 5, W1], sampling_parameters(sampling, num_answered), None)
+        queued: list[Request] = []
+        self.scheduler.requests, self.scheduler.log_stats, self.scheduler.spec_decode_metrics_level = {}, False, "none"
+        self.scheduler._enqueue_waiting_request = queued.append
+        self.scheduler.connector = self.scheduler.ec_connector = None
+        self.scheduler.add_request(self.request)
+        assert queued == [self.request]
         self.request.status = RequestStatus.RUNNING
 
     def step(self, *tokens: int) -> tuple[list[int], bool]:
@@ -48,7 +55,8 @@ def test_tokens_behind_a_stop_string_of_the_same_step_are_left_out(kind: type[St
     assert list(each.request.output_token_ids) == [W2, W1, W2]
     assert each.request.status is RequestStatus.FINISHED_STOPPED
     if kind is AsyncStopScheduler:
-        assert (each.request.num_output_placeholders, len(each.cached)) == (2, 2)
+        assert each.request.num_output_placeholders == 2
+        assert len(each.cached) == 3
 
 
 @pytest.mark.parametrize("kind", [StopScheduler, AsyncStopScheduler])
@@ -64,6 +72,17 @@ def test_other_ends_stay_those_of_vllm(kind: type[StopScheduler], folder: Path) 
     both = Scheduled(kind, folder, Sampling(max_new_tokens=2, **stops))
     assert both.step(W1, W2, W2) == ([W1, W2], True)
     assert both.request.status is RequestStatus.FINISHED_STOPPED
+
+
+def test_without_stop_strings_the_schedulers_are_vllms(folder: Path) -> None:
+    """Then their update costs nothing more; a request with some changes it for all, the others' answers included."""
+    each = Scheduled(AsyncStopScheduler, folder, Sampling(max_new_tokens=3))
+    update = each.scheduler._update_request_with_output
+    assert update.__func__ is AsyncScheduler._update_request_with_output
+    stopping = Request("s", [4], sampling_parameters(Sampling(stop_strings=("w1 w2",))), None)
+    each.scheduler.add_request(stopping)
+    assert each.scheduler._update_request_with_output != update
+    assert each.step(W1, W2, W1) == ([W1, W2, W1], True)
 
 
 def test_a_stop_string_may_begin_in_tokens_that_another_engine_sampled(folder: Path) -> None:
