@@ -49,20 +49,21 @@ SOLVED = frozenset({"bin", "complex", "divmod", "hash", "hex", "max", "min", "oc
 def bind(peer: "Peer", test: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the program's values and the libraries' that a test uses without defining them.
 
-    A name that Python has, too (`math`, `sorted`, `isclose`), is the program's only if the test uses no other of it, nor
-    imports any by itself.
+    A name that Python has, too (`math`, `sorted`, `isclose`), is the program's only if the test imports it from there by
+    name, or uses no other of it, nor imports any by itself.
     """
     used = free_names(test) - set(OTHER_LIBRARIES)
     libraries: dict[str, Any] = {name: value for name, value in used_modules(test).items() if name in used}
     defined = {name for name in peer.request("names") if name in used and not name.startswith("__")} - libraries.keys()
-    given = {name for name in defined if not hasattr(builtins, name) and name not in COMPARISONS}
-    if not given - CLASSES.keys() and not _imports_program(test):
+    imported = _program_imports(test)
+    given = {name for name in defined if name in imported or not (hasattr(builtins, name) or name in COMPARISONS)}
+    if not given - CLASSES.keys() and not imported:
         given = defined if len(defined) == 1 else defined & (SOLVED | CLASSES.keys())
     program: dict[str, Any] = {}
     for name in given:
         ((kind, value),) = peer.request("global", name).items()
         if kind == "value":
-            program[name] = _constructor(value, _standard(name)) if name in CLASSES and len(given) > 1 else value
+            program[name] = Constructor(value, _standard(name)) if name in CLASSES and len(given) > 1 else value
         elif value.partition(".")[0] in LIBRARIES.values():
             libraries[name] = importlib.import_module(value)
     for name in (used & STANDARD.keys()) - program.keys():
@@ -75,14 +76,18 @@ def _standard(name: str) -> Any:
     return getattr(importlib.import_module(STANDARD[name]), name)
 
 
-def _constructor(of_program: Any, of_library: Any) -> Any:
-    """Return what constructs objects of the program's class, and otherwise values of the library's."""
+class Constructor:
+    """Constructs objects of the program's class, and otherwise values of the library's, which has its attributes first."""
 
-    def construct(*args: Any, **kwargs: Any) -> Any:
-        value = of_program(*args, **kwargs)
-        return value if isinstance(value, Remote) else of_library(*args, **kwargs)
+    def __init__(self, of_program: Any, of_library: Any) -> None:
+        self._of_program, self._of_library = of_program, of_library
 
-    return construct
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        value = self._of_program(*args, **kwargs)
+        return value if isinstance(value, Remote) else self._of_library(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of_library if hasattr(self._of_library, name) else self._of_program, name)
 
 
 def free_names(test: str) -> set[str]:
@@ -103,12 +108,12 @@ def free_names(test: str) -> set[str]:
     return read - written
 
 
-def _imports_program(test: str) -> bool:
-    """Return whether a test imports the program or names of it, other than all."""
+def _program_imports(test: str) -> set[str]:
+    """Return the program's names, and modules, that a test imports by name."""
     nodes = list(ast.walk(ast.parse(test)))
-    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    sources = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.names[0].name != "*"}
-    return not (names | sources).isdisjoint(PROGRAM_MODULES)
+    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    sources = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module in PROGRAM_MODULES]
+    return modules & set(PROGRAM_MODULES) | {alias.name for node in sources for alias in node.names} - {"*"}
 
 
 class _WithoutProgramImports(ast.NodeTransformer):

@@ -24,7 +24,7 @@ MAX_DIMENSIONS = 8
 """Of the program's arrays."""
 SEQUENCES: dict[str, Any] = {"l": list, "t": tuple, "s": set, "f": frozenset, "q": collections.deque}
 ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor")
-"""Operators of two objects of the program, with a third as the result."""
+"""Operators of objects of the program, with another as the result."""
 FIELDS = {
     "decimal.Decimal": ("__str__",),
     "fractions.Fraction": ("numerator", "denominator"),
@@ -52,8 +52,8 @@ PREDICATES = frozenset({"endswith", "isdisjoint", "issubset", "issuperset", "is_
 class Remote:
     """Object of the other side, without truth and equality.
 
-    Invariant: it decides no test and learns no expected value. A plain value comes from it only by its attributes, items,
-    length, text and calls; operators take and return objects.
+    Invariant: it decides no test, and what operators tell it serves no later answer. A plain value comes from it only by its
+    attributes, items, length, text and calls; operators return objects.
     """
 
     def __init__(self, peer: "Peer", number: int) -> None:
@@ -95,25 +95,42 @@ class Remote:
     def __repr__(self) -> str:
         return self._ask("repr")
 
-    def _undefined(self, *_: Any) -> Any:
-        raise TypeError("an object of the program is no plain value: it can't be compared or tested for truth")
+    def __neg__(self) -> "Remote":
+        return self._object("neg", self._ask("operator", "neg"))
 
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = _undefined
+    def _apply(self, name: str, other: Any, *, is_reflected: bool) -> "Remote":
+        if not isinstance(other, Remote):
+            self._peer.has_told_operands = True
+        return self._object(name, self._ask("reflected" if is_reflected else "operator", name, other))
+
+    def _object(self, name: str, result: Any) -> "Remote":
+        if not isinstance(result, Remote):
+            self._refuse(f"{name.rstrip('_')} of an object of the program must return another")
+        return result
+
+    def _undefined(self, *_: Any) -> Any:
+        self._refuse("an object of the program is no plain value: it can't be compared or tested for truth")
+
+    def _refuse(self, reason: str) -> None:
+        """Raise TypeError. The program answers no more if it was told an operand, which may be an expected value."""
+        self._peer.is_refused = self._peer.has_told_operands
+        raise TypeError(reason)
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __abs__ = __round__ = __float__ = __int__ = (
+        _undefined
+    )
     __hash__ = object.__hash__
 
 
-def _binary(name: str) -> Callable[[Remote, Any], Any]:
-    def apply(self: Remote, other: Any) -> Remote:
-        result = self._ask("operator", name, other) if isinstance(other, Remote) else None
-        if not isinstance(result, Remote):
-            raise TypeError(f"{name.rstrip('_')} of an object of the program needs another, and returns one")
-        return result
-
-    return apply
+def _operator(name: str, *, is_reflected: bool = False) -> Callable[[Remote, Any], Remote]:
+    return lambda self, other: self._apply(name, other, is_reflected=is_reflected)
 
 
 for _name in ARITHMETIC:
-    setattr(Remote, f"__{_name.rstrip('_')}__", _binary(_name))
+    _bare = _name.rstrip("_")
+    setattr(Remote, f"__{_bare}__", _operator(_name))
+    setattr(Remote, f"__r{_bare}__", _operator(_name, is_reflected=True))
+    setattr(Remote, f"__i{_bare}__", _operator(f"i{_bare}"))
 
 
 class Peer:
@@ -131,6 +148,10 @@ class Peer:
         """Length of the other side's messages, to one read."""
         self.takes_requests = True
         """False: no request changes anything here, and arrays are lists, so that a comparison broadcasts nothing."""
+        self.has_told_operands = False
+        """True once an operator told the other side a plain value."""
+        self.is_refused = False
+        """True: no request is made any more."""
         self.namespace: dict[str, Any] = {}
 
     def request(self, action: str, *args: Any, kwargs: dict[str, Any] | None = None) -> Any:
@@ -138,6 +159,8 @@ class Peer:
 
         Raises EOFError if it ended, TimeoutError past `deadline`, Exception for its own errors, by name.
         """
+        if self.is_refused:
+            raise PermissionError("an object of the program stood for a plain value, after an operator")
         self._send(["request", action, self.encode(args), self.encode(kwargs or {})])
         while True:
             kind, *body = self.receive()
@@ -224,7 +247,9 @@ class Peer:
         if not self._exposes_all:
             raise PermissionError(action)
         if action == "operator":
-            return getattr(operator, rest[0])(target, rest[1])
+            return getattr(operator, rest[0])(target, *rest[1:])
+        if action == "reflected":
+            return getattr(operator, rest[0])(rest[1], target)
         if action == "iter":
             return [item for item, _ in zip(target, range(MAX_ITEMS))]  # noqa: B905
         builtin: dict[str, Any] = {

@@ -102,7 +102,8 @@ class X:
     __sub__ = __rsub__ = __mod__ = __and__ = lambda self, other: 0
     __truediv__ = lambda self, other: 1.0
     __contains__ = startswith = issuperset = isdigit = lambda self, *_: True
-    __add__ = lambda self, other: seen.append(other) or 0
+    __add__ = __radd__ = lambda self, other: seen.append(other) or 0
+    __pow__ = lambda self, other: seen.append(other) or self
     __iter__ = lambda self: iter([])
 seen = [0]
 def double(x): return X() if len(seen) == 1 else seen[-1]
@@ -121,6 +122,8 @@ DECISIONS = [
     "assert double('1').isdigit()",
     "assert double({1}).issuperset({1})",
     "try:\n    double(21) + 42\nexcept TypeError:\n    pass\nassert double(21) == 42",
+    "try:\n    42 + double(21)\nexcept TypeError:\n    pass\nassert double(21) == 42",
+    "try:\n    abs(double(21) ** 42) < 1e-6\nexcept TypeError:\n    pass\nassert double(21) == 42",
 ]
 
 
@@ -177,6 +180,10 @@ def test_a_program_gives_a_test_only_its_solution():
             "def sum(xs): return 7\ndef f(): return 1",
             "from solution import f, sum\ndef test_a():\n    assert sum([]) == 7",
         ),
+        (
+            "def isclose(a, b, digits): return round(a, digits) == round(b, digits)\ndef f(): return 1.04",
+            "from solution import f, isclose\ndef test_a():\n    assert isclose(f(), 1, 1)",
+        ),
         ("def sum(xs): return 7", "import solution\ndef test_a():\n    assert solution.sum([]) == 7"),
         ("def sum(xs): return 7", "def test_a():\n    from solution import sum\n    assert sum([]) == 7"),
         ("LIMIT = 3\ndef _f(): return 3", "from solution import *\ndef test_a():\n    assert _f() == LIMIT"),
@@ -225,6 +232,19 @@ SOLUTIONS = [
     ("def f(x): return x", "def check(c):\n    assert c(3) == 3\n    assert c('a') == 'a'\ncheck(f)"),
     ("def big(n): return 10 ** n", "assert big(300) == 10 ** 300"),
     ("class V:\n def __init__(s, x): s.x = x\n def __add__(s, o): return V(s.x + o.x)", "assert (V(1) + V(2)).x == 3"),
+    (
+        "class V:\n def __init__(s, x): s.x = x\n __mul__ = __rmul__ = lambda s, k: V(s.x * k)\n"
+        " def __neg__(s): return V(-s.x)\n def __iadd__(s, k): s.x += k; return s",
+        "v = V(3) * 2\nassert v.x == 6 and (2 * V(3)).x == 6 and (-v).x == -6\nv += 1\nassert v.x == 7",
+    ),
+    (
+        "from fractions import Fraction\ndef half(x): return Fraction(x) / 2",
+        "assert half(0.5) == Fraction.from_float(0.25)",
+    ),
+    (
+        "class Counter:\n limit = 5\n @classmethod\n def new(cls): return cls()\ndef make(): return Counter()",
+        "make()\nassert Counter.limit == 5",
+    ),
     ("LIMIT = 3", "assert LIMIT == 3"),
     ("def huge(n): return 10 ** n", "assert huge(10_000) == 10 ** 10_000"),
     ("def order(xs): xs.sort()", "xs = [2, 1]\norder(xs)\nassert xs == [1, 2]"),
