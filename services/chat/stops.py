@@ -17,6 +17,8 @@ from offbeat.services.messages.types import Completion, FinishReason
 
 Decode = Callable[[Sequence[int]], str]
 
+MAX_TEXTS, MAX_CHARACTERS = 64, 512
+"""Stop strings of a request, and of one of them: an engine compares them between two tokens of all its requests."""
 MARGIN_TOKENS = 8
 """Tokens that are decoded before those of a stop string, as some have no text of their own."""
 INCOMPLETE = "\ufffd"
@@ -69,6 +71,14 @@ class StopStrings:
 
     def _contains(self, text: str) -> bool:
         return any(stop in text for stop in self.texts)
+
+
+def find_excess(texts: Sequence[str]) -> str:
+    """Return why stop strings of a request are too many or too long; empty if they are not."""
+    if len(texts) > MAX_TEXTS:
+        return f"{len(texts)} texts: a request can have {MAX_TEXTS}"
+    longest = max(map(len, texts), default=0)
+    return f"a text of {longest} characters: it can have {MAX_CHARACTERS}" if longest > MAX_CHARACTERS else ""
 
 
 @lru_cache(8)

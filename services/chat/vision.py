@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from offbeat.services.chat.image_files import MALFORMED
 from offbeat.services.errors import RolloutError
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl")
@@ -72,8 +73,8 @@ class ImageProcessor:
 
         try:
             image = np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
-        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-            raise ValueError(f"an image that can't be read: {error}") from error
+        except MALFORMED as error:
+            raise ValueError(f"an image that can't be read: {error or type(error).__name__}") from error
         features = self._processor(images=[image], return_tensors="np")
         frames, height, width = (int(n) for n in features["image_grid_thw"][0])
         return Pixels(np.ascontiguousarray(features["pixel_values"], dtype=np.float32), (frames, height, width))

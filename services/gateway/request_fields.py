@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from offbeat.services.chat.messages import ChatMessage
+from offbeat.services.chat.stops import find_excess
 from offbeat.services.gateway.session import InvalidCallError
 
 Body = Mapping[str, Any]
@@ -76,7 +77,10 @@ def stop_words(value: Any, key: str) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
     is_valid = isinstance(texts, list) and all(isinstance(word, str) for word in texts)
     require(is_valid, f"{key} is {value!r}: a text or a list of texts is needed")
-    return tuple(filter(None, texts))
+    words = tuple(filter(None, texts))
+    excess = find_excess(words)
+    require(not excess, f"{key} has {excess}")
+    return words
 
 
 def read_tools(body: Body, is_function: Callable[[Any], bool], kind: str, *, are_called: bool) -> list[Body]:

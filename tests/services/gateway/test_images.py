@@ -254,6 +254,9 @@ async def test_tokens_of_a_conversation_with_images_continue_it(seeing: ChatTemp
 SIDE = 8_000
 HEADER = b"IHDR" + struct.pack(">IIBBBBB", SIDE, SIDE, 8, 2, 0, 0, 0)
 BOMB = b"\x89PNG\r\n\x1a\n\0\0\0\r" + HEADER + struct.pack(">II", zlib.crc32(HEADER), 0) + b"IDAT"
+HALF_A_CHUNK = struct.pack(">I4s1sI", 1, b"cHRM", b"\0", zlib.crc32(b"cHRM\0"))
+MALFORMED = picture(1)[:-12] + HALF_A_CHUNK + picture(1)[-12:]
+"""A PNG whose pixels can be read, and not what follows."""
 BMP = struct.pack("<2sIHHIIiiHHIIiiII", b"BM", 54, 0, 0, 54, 40, 1, 1, 1, 24, 0, 0, 0, 0, 0, 0) + b"\0" * 4
 
 
@@ -264,6 +267,7 @@ BMP = struct.pack("<2sIHHIIiiHHIIiiII", b"BM", 54, 0, 0, 54, 40, 1, 1, 1, 24, 0,
         (BOMB, "image 1 of the messages, as PNG: an image of 8000 x 8000 pixels, more than 33554432"),
         (picture(1, 640), "image 1 of the messages, as PNG: an image of 12"),
         (picture(1)[:-30], "an image that can't be read: "),
+        (MALFORMED, "an image that can't be read: unpack requires a buffer"),
         (BMP, "cannot identify image"),
         (b"", "cannot identify image"),
         ("https://example.org/cat.png", "the URL 'https://example.org/cat.png'; the gateway fetches nothing: send the"),

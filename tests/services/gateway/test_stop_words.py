@@ -9,6 +9,7 @@ from offbeat.services.gateway.openai_chat import _text_logprobs
 from offbeat.services.gateway.session import ModelReply
 from offbeat.services.messages.types import Completion, VersionSpan
 from tests.services.gateway.templates import PLAIN, Scripted, chat_template, session_of
+from tests.services.gateway.test_images import body, post, user
 
 TEMPLATE = chat_template(PLAIN)
 
@@ -30,6 +31,15 @@ def test_the_first_tokens_that_hold_a_stop_word_are_kept(before: str, stop: str,
 def test_a_stop_word_may_be_a_special_token_which_answers_have_without_text() -> None:
     answer, session = completion_of(f"one{TEMPLATE.end_text}two"), session_of(Scripted(TEMPLATE, []))
     assert session._until_stop(answer, (TEMPLATE.end_text, "two")) == (4, "one", TEMPLATE.end_text)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize(("stop", "problem"), [(["a"] * 65, "65 texts"), (["b" * 513], "a text of 513 characters")])
+async def test_more_stop_words_than_an_engine_compares_are_refused(path: str, stop: list[str], problem: str) -> None:
+    key = "stop_sequences" if path == "/v1/messages" else "stop"
+    session = session_of(Scripted(TEMPLATE, []))
+    response = await post(session, path, {"prompt": "a", **body(path, user(path, "a")), key: stop})
+    assert (response.status_code, f"{key} has {problem}" in response.text) == (400, True)
 
 
 def test_a_late_stop_word_is_found_by_few_decodings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,6 +241,13 @@ def test_stops_are_those_of_the_sdk(stop: Any, expected: tuple[tuple[int, ...], 
     assert read_stops(stop, [50]) == expected
 
 
+def test_more_stop_texts_than_an_engine_compares_are_refused() -> None:
+    with pytest.raises(TinkerError, match=r"stop has 65 texts: a request can have 64"):
+        read_stops(["x"] * 65, [50])
+    with pytest.raises(TinkerError, match=r"stop has a text of 513 characters: it can have 512"):
+        read_stops(["x" * 513], [50])
+
+
 async def _answer() -> Result:
     return Result(b"x")
 
