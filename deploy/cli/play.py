@@ -66,20 +66,13 @@ def play(
     if render is not None:
         _check_target("--render", render)
     agent, settings = _split_policy_path(agent, settings or [])
-    urls = [word for word in settings if word.startswith(("http://", "https://"))]
-    if agent == "openai" and len(urls) != 1:
-        _exit_usage(
-            "--agent openai needs the endpoint's base URL: offbeat play ENV --agent openai http://localhost:8000/v1"
-        )
-    if agent != "openai" and (urls or model):
-        _exit_usage("a URL and --model belong to --agent openai")
+    endpoint, settings = _split_endpoint("play ENV", agent, model, settings)
     _check_temperature(agent, temperature)
     from dataclasses import replace
 
     from offbeat.deploy.play.target import find_target
 
-    endpoint = (urls[0], model) if urls else None
-    changes = parse_settings([word for word in settings if word not in urls])
+    changes = parse_settings(settings)
     try:
         setting = find_target(env, changes, tag, max_steps, template)
         if temperature is not None:
@@ -93,6 +86,20 @@ def play(
 def _check_temperature(agent: str | None, temperature: float | None) -> None:
     if temperature is not None and agent in ("human", "random"):
         _exit_usage(f"--temperature has no effect with --agent {agent}: leave it out, or take a policy")
+
+
+def _split_endpoint(
+    command: str, agent: str | None, model: str, words: list[str]
+) -> tuple[tuple[str, str] | None, list[str]]:
+    """Return URL and model of an `openai` agent, and the other words."""
+    urls = [word for word in words if word.startswith(("http://", "https://"))]
+    if agent == "openai" and len(urls) != 1:
+        _exit_usage(
+            f"--agent openai needs the endpoint's base URL: offbeat {command} --agent openai http://localhost:8000/v1"
+        )
+    if agent != "openai" and (urls or model):
+        _exit_usage("a URL and --model belong to --agent openai")
+    return (urls[0], model) if urls else None, [word for word in words if word not in urls]
 
 
 def _split_policy_path(agent: str, words: list[str]) -> tuple[str, list[str]]:
@@ -140,7 +147,7 @@ async def _play(
     made = call_env("make_error", make, setting.env.env_type, setting.env.env_config)
     try:
         if endpoint:
-            sample = OpenAISampler(*endpoint, chat, temperature)
+            sample = OpenAISampler(*endpoint, chat, temperature=temperature)
         elif spoken:
             sample = TextSampler(make_human_agent() if agent == "human" else make_random_agent(made, seed), chat)
         else:
@@ -182,9 +189,13 @@ def rollout(
     agent: Annotated[
         str | None,
         typer.Option(
-            help="`random`, or `policy PATH` (or PATH alone); else the run's newest checkpoint, else `pretrain`."
+            help="`random`, `openai URL`, or `policy PATH` (or PATH alone); else the run's newest checkpoint, else "
+            "`pretrain`."
         ),
     ] = None,
+    model: Annotated[
+        str, typer.Option(help="Model of an `openai` agent; the first that the endpoint lists by default.")
+    ] = "",
     split: Annotated[
         Literal["held_out", "train"], typer.Option(help="Tasks of evaluation or of training.")
     ] = "held_out",
@@ -197,7 +208,9 @@ def rollout(
 ) -> None:
     """Play a run's episodes on this machine, for evaluation, pass@k, or training data.
 
-    Writes messages and rewards, in a parquet file with tokens, masks and logprobs, too.
+    Writes messages and rewards, in a parquet file with tokens, masks and logprobs, too. `--agent openai
+    http://localhost:8000/v1` plays with an OpenAI-compatible endpoint (key: OPENAI_API_KEY), whose tokens are unknown: its
+    parquet has bytes in their place.
     """
     from offbeat.deploy.play.rollouts import EpisodeRequest
     from offbeat.services.messages.types import EpisodeKind
@@ -215,8 +228,9 @@ def rollout(
     try:
         from offbeat.deploy.play.target import load_config
 
+        endpoint, overrides = _split_endpoint("rollout CONFIG", agent, model, overrides or [])
         if agent is not None:
-            agent, overrides = _split_policy_path(agent, overrides or [])
+            agent, overrides = _split_policy_path(agent, overrides)
         _check_temperature(agent, temperature)
         loaded = load_config(config, overrides)
         manager = loaded.val_env_manager if kind is EpisodeKind.EVAL else loaded.train_env_manager
@@ -230,7 +244,7 @@ def rollout(
         if per == "pair" and (tag := _longest_stepwise(loaded)):
             _exit_usage(f"--per pair: {tag} has a context per turn, so episodes are no conversations: use --per answer")
         order = EpisodeRequest(episodes, group_size, kind, loaded.seed if seed is None else seed, concurrency)
-        _rollout(loaded, order, agent, temperature, out, per)
+        _rollout(loaded, order, agent, endpoint, temperature, out, per)
     except _user_errors() as error:
         _exit_usage(_error_text(error))
 
@@ -242,7 +256,15 @@ def _longest_stepwise(config: Any) -> str | None:
     return next((tag for tag in sorted(stepwise_tags(config)) if config.custom_envs[tag].max_steps > 1), None)
 
 
-def _rollout(config: Any, order: Any, agent: str | None, temperature: float | None, out: Path, per: Any) -> None:
+def _rollout(
+    config: Any,
+    order: Any,
+    agent: str | None,
+    endpoint: tuple[str, str] | None,
+    temperature: float | None,
+    out: Path,
+    per: Any,
+) -> None:
     from rich.progress import Progress
 
     from offbeat.deploy.play.conversations import stepwise_tags, write_conversations
@@ -255,14 +277,16 @@ def _rollout(config: Any, order: Any, agent: str | None, temperature: float | No
         table = getattr(config, name)
         args = table.generating_args.model_copy(update={"temperature": temperature})
         config = config.model_copy(update={name: table.model_copy(update={"generating_args": args})})
-    typer.echo(f"collecting {order.episodes} episodes with {agent or find_policy(config)}")
+    typer.echo(f"collecting {order.episodes} episodes with {endpoint[0] if endpoint else agent or find_policy(config)}")
     with interruptible(), Progress(transient=True) as bar:
         line = bar.add_task("episodes", total=order.episodes)
 
         def show(done: int, _: int) -> None:
             bar.update(line, completed=done)
 
-        rollouts = asyncio.run(collect(config, order, agent, show, needs_messages=out.suffix == ".jsonl"))
+        rollouts = asyncio.run(
+            collect(config, order, agent, show, needs_messages=out.suffix == ".jsonl", endpoint=endpoint)
+        )
     played, chat = rollouts.result, rollouts.chat
     if not played.trajectories:
         _print_summary(played, order)

@@ -10,63 +10,90 @@ import httpx
 
 from offbeat.deploy.play.agents import END, START
 from offbeat.services.chat.append_only import ChatFormat
+from offbeat.services.errors import EpisodeError, RetryableError
 from offbeat.services.messages.types import Completion, PromptImage, VersionSpan
+from offbeat.services.retry import retry_until_answered
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
 REQUEST_TIMEOUT_S = 300.0
+PATIENCE_S = 120.0
+"""With a busy or unavailable endpoint, for one answer."""
+BUSY_STATUS = (408, 409, 429)
 MAX_ERROR_CHARS = 300
 
 
 class OpenAISampler:
     """Answers of an endpoint, with zero logprobs."""
 
-    def __init__(self, url: str, model: str, chat: ChatFormat, temperature: float | None) -> None:
-        """url: base, such as `http://localhost:8000/v1`. model: empty for the first.
+    def __init__(
+        self, url: str, model: str, chat: ChatFormat, *, stop: Sequence[str] = (), **sampling: float | None
+    ) -> None:
+        """url: base, such as `http://localhost:8000/v1`. model: empty for the first. stop: stop strings, which
+        are part of an answer if the endpoint names the one that ended it, as vLLM does. sampling: further arguments of a
+        request; None is the endpoint's default.
 
         Raises ValueError without an answer or model.
         """
         key = os.environ.get(API_KEY_VARIABLE, "")
-        self._chat, self._temperature = chat, temperature
-        self._http = httpx.Client(timeout=REQUEST_TIMEOUT_S, headers={"Authorization": f"Bearer {key}"} if key else {})
+        self._chat = chat
+        self._sampling: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
+        if stop:
+            self._sampling["stop"] = list(stop)
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._http = httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, headers=self._headers)
         self._url = url.rstrip("/")
         self.model = model or self._first_model()
 
     async def __call__(
         self, prompt: Sequence[int], max_tokens: int, images: tuple[PromptImage, ...] = ()
     ) -> Completion:
-        body: dict[str, Any] = {
-            "model": self.model,
-            "messages": parse_conversation(self._chat, tuple(prompt), images),
-        }
-        if self._temperature is not None:
-            body["temperature"] = self._temperature
-        answer = self._request("POST", "/chat/completions", body)
+        """Raises EpisodeError without an answer; retries a busy endpoint."""
+        messages = parse_conversation(self._chat, tuple(prompt), images)
+        body: dict[str, Any] = {"model": self.model, "messages": messages, **self._sampling}
         try:
-            content = answer["choices"][0]["message"]["content"] or ""
-        except (KeyError, IndexError, TypeError) as error:
-            raise ValueError(
-                f"{self._url} did not return a chat completion: {str(answer)[:MAX_ERROR_CHARS]}"
+            answer = await retry_until_answered(lambda: self._ask(body), PATIENCE_S)
+        except (ValueError, RetryableError) as error:
+            raise EpisodeError("answer_error", str(error)) from error
+        try:
+            choice = answer["choices"][0]
+            content = choice["message"]["content"] or ""
+            if choice.get("stop_reason") in self._sampling.get("stop", ()):
+                content += choice["stop_reason"]
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise EpisodeError(
+                "answer_error", f"{self._url} did not return a chat completion: {str(answer)[:MAX_ERROR_CHARS]}"
             ) from error
         ids = (*self._chat.encode(content), self._chat.end_id)[:max_tokens]
         return Completion("", ids, (0.0,) * len(ids), (VersionSpan(0, len(ids), 0),))
 
     def _first_model(self) -> str:
-        listed = self._request("GET", "/models", None)
+        path = "/models"
+        try:
+            listed = self._read(path, httpx.get(self._url + path, headers=self._headers, timeout=REQUEST_TIMEOUT_S))
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ValueError(f"{self._url}{path} does not answer: {error}") from error
         try:
             return str(listed["data"][0]["id"])
         except (KeyError, IndexError, TypeError) as error:
             raise ValueError(f"{self._url} lists no model: name one with --model") from error
 
-    def _request(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
+    async def _ask(self, body: dict[str, Any]) -> Any:
+        path = "/chat/completions"
         try:
-            answer = self._http.request(method, self._url + path, json=body)
-            if answer.is_error:
-                raise ValueError(
-                    f"{self._url}{path} answers {answer.status_code}: {answer.text[:MAX_ERROR_CHARS]}{self._hint(answer)}"
-                )
-            return answer.json()
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ValueError(f"{self._url}{path} does not answer: {error}") from error
+            answer = await self._http.post(self._url + path, json=body)
+        except httpx.HTTPError as error:
+            raise RetryableError(f"{self._url}{path} does not answer: {error or type(error).__name__}") from error
+        if answer.status_code in BUSY_STATUS or answer.is_server_error:
+            raise RetryableError(self._describe(path, answer))
+        return self._read(path, answer)
+
+    def _read(self, path: str, answer: httpx.Response) -> Any:
+        if answer.is_error:
+            raise ValueError(self._describe(path, answer))
+        return answer.json()
+
+    def _describe(self, path: str, answer: httpx.Response) -> str:
+        return f"{self._url}{path} answers {answer.status_code}: {answer.text[:MAX_ERROR_CHARS]}{self._hint(answer)}"
 
     def _hint(self, answer: httpx.Response) -> str:
         return f" (the key is read from {API_KEY_VARIABLE})" if answer.status_code in (401, 403) else ""

@@ -11,7 +11,7 @@ from typing import Any
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.play.agents import TextSampler, make_random_agent
 from offbeat.deploy.play.prompts import AnsweredRows, open_answered, open_rewards
-from offbeat.deploy.play.target import build_target, remove_token_limits
+from offbeat.deploy.play.target import PlayTarget, build_target, remove_token_limits
 from offbeat.envs import registry
 from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.errors import EpisodeError
@@ -133,20 +133,31 @@ async def run_episodes(
     sample: Sample | None,
     progress: Progress,
     runtime: AgentRuntime | None = None,
+    *,
+    counts_tokens: bool = True,
 ) -> EpisodeResult:
-    """sample: None for random answers. runtime: for external agents."""
+    """sample: None for random answers. runtime: for external agents. counts_tokens: False if tokens of `chat` are not
+    those of the model that answers, so that limits in tokens do not apply.
+    """
     result = EpisodeResult()
     pool = EnvPool(config.custom_envs, min(request.concurrency, 32))
     rows = open_answered(config, request.seed)
     rewards = open_rewards(config, rows, chat)
     remaining = enumerate(build_tasks(config, request, rows))
 
+    def find_target(tag: str) -> PlayTarget:
+        target = build_target(config, tag, request.kind)
+        return target if counts_tokens and sample is not None else remove_token_limits(target)
+
     async def play_remaining() -> None:
         for number, task in remaining:
             await asyncio.sleep(0)  # random answers wait for nothing: let the loop handle an interrupt
             try:
                 transcript = None if rewards is None else rewards.begin(task.tag)
-                played = await _play(config, request, number, task, chat, sample, pool, runtime, rows, transcript)
+                target = find_target(task.tag)
+                played = await _play(
+                    config, request, number, task, target, chat, sample, pool, runtime, rows, transcript
+                )
                 if rewards is not None and transcript is not None:
                     played = await rewards.add(played, request.kind, transcript)
                 result.trajectories.append(played)
@@ -173,6 +184,7 @@ async def _play(
     request: EpisodeRequest,
     number: int,
     task: Task,
+    target: PlayTarget,
     chat: ChatFormat,
     sample: Sample | None,
     pool: EnvPool,
@@ -180,9 +192,6 @@ async def _play(
     rows: AnsweredRows | None,
     transcript: Transcript | None,
 ) -> Trajectory:
-    target = build_target(config, task.tag, request.kind)
-    if sample is None:
-        target = remove_token_limits(target)
     group, member = divmod(number, request.group_size)
     sampling = Sampling(target.temperature, target.top_p, target.top_k, target.max_new_tokens, chat.stop_ids)
     episode = EpisodeTask(request.kind, str(group), group, member, 0, 0)

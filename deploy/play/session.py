@@ -10,6 +10,7 @@ from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.play.agents import TextSampler, load_chat, make_random_agent
 from offbeat.deploy.play.episode import trace_episode
+from offbeat.deploy.play.openai_agent import OpenAISampler
 from offbeat.deploy.play.policy import BatchingSampler, SamplingParams, TransformersPolicy, policy_folder
 from offbeat.deploy.play.rollouts import EpisodeRequest, EpisodeResult, run_episodes
 from offbeat.deploy.play.target import PlayTarget, build_target, check_rendering, remove_token_limits
@@ -65,11 +66,16 @@ async def collect(
     progress: Callable[[int, int], None],
     *,
     needs_messages: bool = False,
+    endpoint: tuple[str, str] | None = None,
 ) -> CollectedEpisodes:
-    """agent: `random`, or as in `find_policy`. Raises ConfigError without envs, or for messages of envs with functions."""
+    """agent: `random`, or as in `find_policy`. endpoint: URL and model that answer in its place.
+
+    Raises:
+        ConfigError: no envs, messages of envs with functions, or functions or external agents with an endpoint.
+    """
     if not config.custom_envs:
         raise ConfigError([ConfigIssue("custom_envs", "no env: name at least one tag")])
-    folder = None if agent == RANDOM else find_policy(config, agent)
+    folder = None if agent == RANDOM or endpoint else find_policy(config, agent)
     chat = load_chat(folder)
     manager = config.val_env_manager if request.kind is EpisodeKind.EVAL else config.train_env_manager
     with_functions = {tag for tag, env in config.custom_envs.items() if check_rendering(env, chat)}
@@ -81,6 +87,15 @@ async def collect(
         )
         raise ConfigError([ConfigIssue("--out", problem)])
     target = build_target(config, next(iter(config.custom_envs)), request.kind)
+    if endpoint is not None:
+        agents = [tag for tag in manager.tags_of(config.custom_envs) if config.custom_envs[tag].agent_runner]
+        for tag in (*calling_tags, *agents):
+            problem = f"{tag} has functions or an agent of its own, whose calls an endpoint's texts would not be"
+            raise ConfigError([ConfigIssue("--agent openai", problem)])
+        limits = {"temperature": target.temperature, "top_p": target.top_p, "max_tokens": target.max_new_tokens}
+        sample = OpenAISampler(*endpoint, chat, stop=target.stop_strings, **limits)
+        result = await run_episodes(config, request, chat, sample, progress, counts_tokens=False)
+        return CollectedEpisodes(result, chat)
     sample = None if folder is None else load_sampler(folder, chat, target, request.seed)
     runtime = _random_runtime(config, chat) if folder is None else runtime_for(config.custom_envs, folder)
     result = await run_episodes(config, request, chat, sample, progress, runtime)

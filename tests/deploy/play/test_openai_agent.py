@@ -1,6 +1,10 @@
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -85,4 +89,113 @@ def test_endpoint_errors_are_printed(endpoint: Endpoint):
 )
 def test_invalid_endpoint_is_rejected_in_one_line(arguments: tuple[str, ...], message: str):
     code, output = play(*arguments)
+    assert (code, message in output) == (2, True), output
+
+
+class Walker:
+    """An endpoint that walks right and then down, by the number of answers in a request."""
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.errors: list[int] = []
+        self.stop_reason: str | int | None = None
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._reply(200, {"data": [{"id": "walker"}]})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if outer.errors:
+                    self._reply(outer.errors.pop(), {"error": "busy"})
+                    return
+                outer.requests.append(body)
+                answers = sum(message["role"] == "assistant" for message in body["messages"])
+                message = {"content": ("Right", "Down")[answers % 2]}
+                self._reply(200, {"choices": [{"message": message, "stop_reason": outer.stop_reason}]})
+
+            def _reply(self, status: int, body: Any) -> None:
+                data = json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: object) -> None: ...
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@pytest.fixture
+def walker() -> Iterator[Walker]:
+    server = Walker()
+    yield server
+    server.close()
+
+
+def rollout(out: Path, *arguments: object) -> tuple[int, str]:
+    command = ["rollout", "quickstart", "--episodes", "6", "--group-size", "2", "--out", str(out), *map(str, arguments)]
+    result = CliRunner().invoke(app, command)
+    return result.exit_code, result.output
+
+
+def test_an_endpoint_plays_a_runs_episodes(walker: Walker, tmp_path: Path):
+    """Limits in tokens do not apply to it, whose tokens are unknown: they go with the requests."""
+    walker.errors = [429, 503]
+    sampling = ("val_env_manager.generating_args.max_new_tokens=3", "val_env_manager.generating_args.temperature=0.5")
+    code, output = rollout(tmp_path / "out.jsonl", *sampling, "--agent", "openai", walker.url)
+    assert code == 0, output
+    assert f"collecting 6 episodes with {walker.url}" in output
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert len(rows) == 6
+    for row in rows:
+        said = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
+        assert said == (["Right", "Down"] * 20)[: len(said)]
+    first = walker.requests[0]
+    assert (first["model"], first["temperature"], first["max_tokens"]) == ("walker", 0.5, 3)
+    assert first["messages"][0]["role"] == "system"
+
+
+@pytest.mark.parametrize(("stop_reason", "end"), [("ght", "ght"), (2, ""), (None, "")])
+def test_the_stop_string_that_ended_an_answer_is_part_of_it(
+    stop_reason: str | int | None, end: str, walker: Walker, tmp_path: Path
+):
+    walker.stop_reason = stop_reason
+    stops = 'val_env_manager.generating_args.stop_strings=["ght"]'
+    code, output = rollout(tmp_path / "out.jsonl", stops, "--agent", "openai", walker.url)
+    assert code == 0, output
+    assert walker.requests[0]["stop"] == ["ght"]
+    messages = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])["messages"]
+    assert next(each["content"] for each in messages if each["role"] == "assistant") == f"Right{end}"
+
+
+def test_episodes_whose_answers_fail_are_counted(walker: Walker, tmp_path: Path):
+    walker.errors = [400] * 2
+    code, output = rollout(tmp_path / "out.parquet", "--agent", "openai", walker.url, "--model", "other")
+    assert code == 0, output
+    assert "2 episodes could not be played" in output
+    assert "/chat/completions answers 400" in output
+    assert "mean of 4 episodes" in output
+    assert {request["model"] for request in walker.requests} == {"other"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--agent", "openai"), "needs the endpoint's base URL: offbeat rollout CONFIG"),
+        (("--model", "gpt"), "belong to --agent openai"),
+        (("--agent", "openai", "http://127.0.0.1:1/v1"), "does not answer"),
+    ],
+)
+def test_an_endpoint_of_rollouts_is_checked(arguments: tuple[str, ...], message: str, tmp_path: Path):
+    code, output = rollout(tmp_path / "out.jsonl", *arguments)
     assert (code, message in output) == (2, True), output
