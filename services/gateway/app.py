@@ -211,7 +211,8 @@ async def _response(request: Request, session: EpisodeSession, body: dict[str, A
     ask = openai_responses.read_responses(body, earlier)
     replies = await _answer(request, session, ask)
     answer_id = f"resp_{uuid.uuid4().hex}"
-    session.conversations[answer_id] = (*openai_responses.without_instructions(body, ask), replies[0].message)
+    asked = openai_responses.without_instructions(body, session.messages_of(replies[0]))
+    session.conversations[answer_id] = (*asked, replies[0].message)
     about = (body, replies[0], answer_id, session.model)
     return _send(
         body,

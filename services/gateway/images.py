@@ -60,6 +60,7 @@ class RequestImages:
             except ValueError as error:
                 raise UnusableError(f"{name}, as PNG: {error}") from error
             self._pngs[digest] = png
+            self._pngs[blake2b(png, digest_size=16).digest()] = png  # as an earlier response has it
         return self._pngs[digest]
 
 

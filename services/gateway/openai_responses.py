@@ -48,9 +48,9 @@ def read_responses(body: Body, earlier: Sequence[ChatMessage]) -> ModelRequest:
     )
 
 
-def without_instructions(body: Body, request: ModelRequest) -> tuple[ChatMessage, ...]:
+def without_instructions(body: Body, messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
     """Return messages for a later `previous_response_id`."""
-    return request.messages[1:] if body.get("instructions") else request.messages
+    return messages[1:] if body.get("instructions") else messages
 
 
 def _is_function(tool: Any) -> bool:

@@ -194,6 +194,10 @@ class EpisodeSession:
         self._require_open()
         return len(self._plan(request, messages).tokens)
 
+    def messages_of(self, reply: ModelReply) -> tuple[ChatMessage, ...]:
+        """Return the messages of an undelivered answer's call, whose images are kept once for all calls."""
+        return self._undelivered[reply.node]
+
     def deliver(self, replies: list[ModelReply]) -> None:
         if not self.closed:
             for reply in replies:

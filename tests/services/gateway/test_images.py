@@ -205,6 +205,21 @@ async def test_an_earlier_responses_images_are_part_of_the_next(seeing: ChatTemp
     assert len(session.close().segments) == 1
 
 
+async def test_responses_that_repeat_an_image_keep_it_once(seeing: ChatTemplate):
+    out = io.BytesIO()
+    Image.open(io.BytesIO(picture(1))).save(out, format="JPEG")
+    policy = Scripted(seeing, lambda _: "Left")
+    session = session_of(policy)
+    for _ in range(3):
+        last = await ask(session, RESPONSES, user(RESPONSES, out.getvalue(), "what"))
+    kept = [image for messages in session.conversations.values() for message in messages for image in message.images]
+    assert len(kept) == 3
+    assert all(image is kept[0] for image in kept)
+    later = {"input": "and", "previous_response_id": last["id"]}
+    assert (await post(session, RESPONSES, later)).status_code == 200
+    assert policy.images[3] == policy.images[0]
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 async def test_each_format_is_sent_as_png(seeing: ChatTemplate, kind: str):
     out = io.BytesIO()
