@@ -1,6 +1,7 @@
 """Lives of an active run's newest groups."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from offbeat.deploy.audit.lives import RECONCILED, RESTORED, Audit, GroupLife, merge_step, replay, replay_events
 from offbeat.services.buffer.group_ledger import UNNUMBERED, LifeEvent
@@ -96,7 +97,8 @@ class LiveReplay:
         """Return the lines, which may begin inside a ledger, or return to steps that are forgotten."""
         followed: list[JournalLine] = []
         for line in lines:
-            if isinstance(line, StepLine) and not self._lines and not followed:
+            is_placed = any(isinstance(each, StepLine | ResumedLine) for each in chain(self._lines, followed))
+            if isinstance(line, StepLine) and not is_placed:
                 self._base = ResumedLine(line.step - 1, line.epoch, 0)
                 followed.append(self._base)
             elif isinstance(line, ResumedLine) and self._base is not None and line.step < self._base.step:

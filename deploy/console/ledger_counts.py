@@ -8,7 +8,7 @@ from offbeat.deploy.audit.lives import DROPPED, FAILED, TRAINED
 from offbeat.services.buffer.group_ledger import LEDGER_FILE
 
 CHUNK_BYTES = 1 << 20
-EVENT = re.compile(rb'"ordinal":(\d+),"number":\d+,"event":"(\w+)","detail":"([^"\\]*)"')
+EVENT = re.compile(rb'"id":"(\d+)-(\d+)","ordinal":[1-9]\d*,"number":\d+,"event":"(\w+)","detail":"([^"\\]*)"')
 
 
 class LedgerCounts:
@@ -19,7 +19,9 @@ class LedgerCounts:
         self._clear()
 
     def _clear(self) -> None:
-        self._offset = self._newest = 0
+        self._offset = 0
+        self._newest = 0, 0
+        """Stream id; ordinals begin anew in a Redis that lost its data."""
         self.num_of: Counter[str] = Counter()
         """Events by name."""
         self.reasons: dict[str, Counter[str]] = {DROPPED: Counter(), FAILED: Counter()}
@@ -43,10 +45,11 @@ class LedgerCounts:
                     return
 
     def _count(self, lines: bytes) -> None:
-        for ordinal, event, detail in EVENT.findall(lines):
-            if int(ordinal) <= self._newest:
+        for milliseconds, sequence, event, detail in EVENT.findall(lines):
+            place = int(milliseconds), int(sequence)
+            if place <= self._newest:
                 continue  # a line that a replaced learner appended again
-            self._newest, name = int(ordinal), event.decode()
+            self._newest, name = place, event.decode()
             self.num_of[name] += 1
             if name in self.reasons:
                 self.reasons[name][detail.decode()] += 1

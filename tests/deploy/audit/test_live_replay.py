@@ -171,3 +171,17 @@ def test_ledgers_read_from_their_middle_have_whole_lives_alone() -> None:
     ).groups
     assert seen.first_number == min(seen.lives) > 0
     assert seen.lives == {number: life for number, life in whole.items() if number >= seen.first_number}
+
+
+@pytest.mark.parametrize("first", [LeaseLine(1), ReconciledLine(STEPS // 2, 1, 1, 0)])
+def test_a_journal_read_from_any_line_has_its_steps_in_their_places(first: JournalLine) -> None:
+    """Steps without a place of the first would be replayed whole at each call."""
+    half = run_ledgers()[STEPS // 2 + 1 :]
+    events, lines = [event for new, _ in half for event in new], [line for _, written in half for line in written]
+    seen = LiveReplay(1000)
+    seen.leave_out_earlier(events)
+    seen.add(events[:-1], [first, *lines[:-1]])
+    before = dict(seen.lives)
+    seen.add(events[-1:], lines[-1:])
+    assert all(seen.lives[number] is each for number, each in before.items())
+    assert seen.lives[3 * STEPS - 3].step == STEPS
