@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from offbeat.envs.dataset.prompt import message_content
+from offbeat.envs.prompts import ROW_IMAGE
 from offbeat.envs.tools.functions import Call, write_calls, write_results
 from offbeat.services.chat.messages import ChatMessage
 
@@ -43,17 +44,18 @@ class Transcript:
     def read(self, messages: Sequence[ChatMessage], *, is_chat: bool) -> None:
         """Take an agent's conversation, with calls and results of functions as the policy's own have them."""
         self.messages, self.is_chat = [], is_chat
-        results: list[str] = []
+        results: list[ChatMessage] = []
         for message in messages:
             if message.role == "tool":
-                results.append(message.content)
+                results.append(message)
                 continue
             self._add_results(results)
             calls = [Call(call.name, call.parsed()) for call in message.tool_calls]
             self.add(message.role, write_calls(message.content, calls), message.images)
         self._add_results(results)
 
-    def _add_results(self, results: list[str]) -> None:
+    def _add_results(self, results: list[ChatMessage]) -> None:
         if results:
-            self.add("user", write_results(results))
+            texts = [each.content if each.images else each.content.replace(ROW_IMAGE, "") for each in results]
+            self.add("user", write_results(texts), [image for each in results for image in each.images])
             results.clear()

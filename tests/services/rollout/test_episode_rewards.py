@@ -302,3 +302,27 @@ def test_an_agents_calls_and_results_are_texts_of_the_conversation():
         {"role": "user", "content": "<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response>"},
     ]
     assert told.response == written
+
+
+def test_images_of_an_agents_results_are_in_their_places():
+    left, right = (encode_png(np.full((4, 4, 3), value, dtype=np.uint8)) for value in (0, 1))
+    results = (
+        ChatMessage("tool", f"a{ROW_IMAGE}", images=(left,)),
+        ChatMessage("tool", f"no {ROW_IMAGE}character"),
+        ChatMessage("tool", f"{ROW_IMAGE}b", images=(right,)),
+    )
+    told = Transcript()
+    told.read((*results, ChatMessage("assistant", "Left")), is_chat=True)
+    ((role, parts),) = [message.values() for message in told.prompt]
+    urls = [{"url": f"data:image/png;base64,{base64.b64encode(png).decode()}"} for png in (left, right)]
+    assert role == "user"
+    assert parts == [
+        {"type": "text", "text": "<tool_response>\na"},
+        {"type": "image_url", "image_url": urls[0]},
+        {
+            "type": "text",
+            "text": "\n</tool_response>\n<tool_response>\nno character\n</tool_response>\n<tool_response>\n",
+        },
+        {"type": "image_url", "image_url": urls[1]},
+        {"type": "text", "text": "b\n</tool_response>"},
+    ]
