@@ -364,11 +364,7 @@ class PolicyTrainer:
             return self._run.first_weights
         if self._recorded_scores is not None and (checkpoint / IN_CHECKPOINT).is_dir():
             return checkpoint / IN_CHECKPOINT
-        if not self._start.restore(checkpoint) and not (checkpoint / REFERENCE).is_file():
-            raise RuntimeError(
-                f"the reference is the policy after its warm start, and neither {self._start.path} nor {checkpoint} nor the "
-                "checkpoint's run has these weights: they are saved only if the run has a reference when it begins"
-            )
+        self._start.restore(checkpoint, is_required=not (checkpoint / REFERENCE).is_file())
         return self._run.first_weights
 
     def _restore_base(self, checkpoint: Path) -> None:
@@ -389,9 +385,8 @@ class PolicyTrainer:
                 pass
 
     def _save_adapter(self, folder: Path) -> None:
-        factors = {
-            name: tensor.to("cpu", copy=True) for name, tensor in self._policy.tensors("adapter")
-        }  # on every rank
+        tensors = self._policy.tensors("adapter")
+        factors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors}  # on every rank
         if self._ranks.rank == 0:
             base = self._start.path if self._start.path.is_dir() else self._run.model_folder
             save_adapter(folder, factors, self._train.model_args, base)

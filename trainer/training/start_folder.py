@@ -43,13 +43,21 @@ class StartFolder:
         if self.path.is_dir():
             shutil.copytree(self.path, checkpoint / IN_CHECKPOINT, copy_function=_link_or_copy)
 
-    def restore(self, checkpoint: Path) -> bool:
-        """Copy the folder from a checkpoint, or from its run's, unless it is the same; return False if there is none."""
+    def restore(self, checkpoint: Path, *, is_required: bool) -> None:
+        """Copy the folder from a checkpoint, or from its run's, unless it is the same.
+
+        Raises:
+            RuntimeError: there is none, though it `is_required`.
+        """
         staging = self.make_staging()
         if self._ranks.rank == 0 and (other := self._find(checkpoint)) is not None:
             shutil.copytree(other, staging)
         self.publish(staging)
-        return self.path.is_dir()
+        if is_required and not self.path.is_dir():
+            raise RuntimeError(
+                f"the reference is the policy after its warm start, and neither {self.path} nor {checkpoint} nor the "
+                "checkpoint's run has these weights: they are saved only if the run has a reference when it begins"
+            )
 
     def _find(self, checkpoint: Path) -> Path | None:
         inside, beside = checkpoint / IN_CHECKPOINT, checkpoint.resolve().parent.parent / START
