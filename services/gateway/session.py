@@ -9,6 +9,7 @@ import math
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Protocol
 
 from offbeat.services.chat.capture import Captured, Reward, capture
@@ -287,13 +288,19 @@ class EpisodeSession:
     def _until_stop(self, completion: Completion, stop: tuple[str, ...]) -> tuple[int, str, str]:
         """Return (retained tokens, text, stop word)."""
         ids = completion.token_ids
-        end = StopStrings(self.template.whole_text, stop).find_end(ids) if stop else None
+        end = _stop_strings_of(self.template, stop).find_end(ids) if stop else None
         text = self.template.text_of(ids[:end])
         if end is None:
             return len(ids), text, ""
         whole = self.template.whole_text(ids[:end])
         _, word = min((at, word) for word in stop if (at := whole.find(word)) >= 0)
         return end, text.partition(word)[0], word
+
+
+@lru_cache(64)
+def _stop_strings_of(template: ChatTemplate, stop: tuple[str, ...]) -> StopStrings:
+    """Return a call's stop words, with what is known of the tokens by earlier calls."""
+    return StopStrings(template.whole_text, stop)
 
 
 def _check(completion: Completion) -> None:

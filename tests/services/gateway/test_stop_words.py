@@ -43,11 +43,21 @@ async def test_more_stop_words_than_an_engine_compares_are_refused(path: str, st
 
 
 def test_a_late_stop_word_is_found_by_few_decodings(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer, session = completion_of("é" * 4000 + "STOP"), session_of(Scripted(TEMPLATE, []))
+    answer, session = completion_of("é" * 4000 + "HALT"), session_of(Scripted(TEMPLATE, []))
     decoded, whole_text = list[int](), ChatTemplate.whole_text
     monkeypatch.setattr(ChatTemplate, "whole_text", lambda self, ids: decoded.append(len(ids)) or whole_text(self, ids))
-    assert session._until_stop(answer, ("STOP",))[0] == 8004
-    assert len(decoded) < 20
+    assert session._until_stop(answer, ("HALT",))[0] == 8004
+    assert 0 < len(decoded) < 20
+
+
+def test_the_tokens_of_later_calls_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer, session = completion_of("many words without any end"), session_of(Scripted(TEMPLATE, []))
+    assert session._until_stop(answer, ("no such word",))[2] == ""
+    decoded, whole_text = list[int](), ChatTemplate.whole_text
+    monkeypatch.setattr(ChatTemplate, "whole_text", lambda self, ids: decoded.append(len(ids)) or whole_text(self, ids))
+    other = session_of(Scripted(TEMPLATE, []))
+    assert other._until_stop(answer, ("no such word",))[2] == ""
+    assert not decoded
 
 
 @pytest.mark.parametrize("texts", [(), ("a",), ("a", "bc", "", "d")])
