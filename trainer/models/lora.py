@@ -20,6 +20,8 @@ ADAPTER = "default"
 BASE = ".base_layer."
 """PEFT's infix."""
 FACTORS = (".lora_A.", ".lora_B.")
+ROUTER = ".router."
+"""Part of the paths of routers that are linear layers (Granite 3 MoE, AFMoE), for which vLLM takes no adapter."""
 PREFIX = "base_model.model."
 """PEFT's prefix."""
 WeightForm = Literal["merged", "parts", "adapter"]
@@ -51,8 +53,12 @@ def inject_adapters(model: nn.Module, paths: Sequence[str], *, rank: int, alpha:
 
 
 def linear_paths(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return all linear layers, the output embedding included; stacked experts and their routers are none."""
-    return {path: module for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+    """Return all linear layers but routers, the output embedding included; stacked experts are none."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and ROUTER not in f".{path}."
+    }
 
 
 def _target_paths(model: Any, args: ModelArgs) -> list[str]:

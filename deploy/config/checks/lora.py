@@ -1,6 +1,8 @@
 """Checks of LoRA adapters, and of their publication."""
 
+import json
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from offbeat.deploy.config.checks.weight_files import weight_shapes
 from offbeat.deploy.config.run import RunConfig
@@ -17,6 +19,10 @@ TINY_LAYERS = (
 """Linear layers of each of the tiny policy's."""
 ROUTERS = ("gate", "router")
 """Names of a mixture's router, beside its experts."""
+ROUTER = ".router."
+"""Part of the names of routers that are layers of their own."""
+TRANSPOSED = ("gpt2", "openai-gpt")
+"""Families whose layers are Conv1D of transformers."""
 
 
 def check_shared_engine(config: RunConfig) -> Iterator[ConfigIssue]:
@@ -46,7 +52,12 @@ def check_shared_engine(config: RunConfig) -> Iterator[ConfigIssue]:
 def check_targets(config: RunConfig) -> Iterator[ConfigIssue]:
     """Yield targets of adapters that name no layer; the learner ignores them beside others that do."""
     targets = config.actor_train.model_args.lora_targets
-    if config.actor_train.model_args.lora_target is None or isinstance(targets, str):
+    if config.actor_train.model_args.lora_target is None:
+        return
+    if (family := _family(config.pretrain)) in TRANSPOSED:
+        yield ConfigIssue(TARGET_KEY, f"weights of {family} are transposed (Conv1D), and take no adapter: leave it out")
+        return
+    if isinstance(targets, str):
         return
     layers, experts = _linear_layers(config)
     if not layers:
@@ -64,6 +75,15 @@ def check_targets(config: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue(TARGET_KEY, f"the model has no layer {', '.join(absent)}: take of {known}, or all-linear")
 
 
+def _family(pretrain: str) -> str:
+    """Return a folder's `model_type`; empty if unreadable, which has its own error."""
+    try:
+        tree = json.loads((Path(pretrain) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    return str(tree.get("model_type", "")) if isinstance(tree, dict) else ""
+
+
 def _is_named(target: str, layers: Iterable[str]) -> bool:
     return any(f".{layer}".endswith(f".{target}") for layer in layers)
 
@@ -79,7 +99,7 @@ def _linear_layers(config: RunConfig) -> tuple[list[str], list[str]]:
         return [], []  # an unreadable model has its own error
     mixtures = {name.partition(".experts.")[0] for name, _ in shapes if ".experts." in name}
     routers = {f"{mixture}.{name}.weight" for mixture in mixtures for name in ROUTERS}
-    others = {name for name, _ in shapes if ".experts." in name or name in routers}
+    others = {name for name, _ in shapes if ".experts." in name or name in routers or ROUTER in name}
     layers = [name for name, shape in shapes if name.endswith(".weight") and len(shape) == 2 and name not in others]
     return [name.removesuffix(".weight") for name in layers], [name.removesuffix(".weight") for name in others]
 

@@ -93,6 +93,8 @@ def _check_episodes(config: RunConfig) -> Iterator[ConfigIssue]:
     if config.scoring is None:
         if config.adv_estimator in DECOUPLED:
             yield ConfigIssue("adv_estimator", "gdpo compares each of the rewards: name some, or take grpo")
+        if config.combine != type(config).model_fields["combine"].default:
+            yield ConfigIssue("combine", f"{config.combine} has no effect without rewards: name some, or leave it out")
         return
     yield from _check_combination(config)
     for index, reward in enumerate(config.rewards):

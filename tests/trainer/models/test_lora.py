@@ -152,6 +152,7 @@ DENSE = {f"mlp.{middle}{name}_proj" for middle in ("", "shared_experts.") for na
     [
         ("qwen3_moe", ATTENTION),
         ("mixtral", ATTENTION),
+        ("granitemoe", ATTENTION),
         ("glm4_moe", ATTENTION | DENSE),
         ("deepseek_v3", LATENT | DENSE),
     ],

@@ -86,6 +86,21 @@ def test_experts_and_routers_are_refused_as_targets(tmp_path: Path, experts: dic
     assert target_issues(tmp_path, "q_proj,up_proj", dense | experts | shared) == []
 
 
+def test_a_router_of_its_own_is_refused_as_a_target(tmp_path: Path) -> None:
+    """As in Granite 3 MoE, whose experts have no names of their own."""
+    mixture = {"moe.router.layer.weight": (4, 2), "moe.input_linear.weight": (4, 2, 2)}
+    (says,) = target_issues(tmp_path, "q_proj,router.layer", {"self_attn.q_proj.weight": (2, 2)} | mixture)
+    assert says.startswith("router.layer are of experts and their router alone")
+    assert says.endswith("take of q_proj, or all-linear")
+
+
+@pytest.mark.parametrize("target", ["all-linear", "c_attn"])
+def test_adapters_of_gpt2_are_refused(tmp_path: Path, target: str) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    (says,) = target_issues(tmp_path, target, {"attn.c_attn.weight": (2, 6)})
+    assert says == "weights of gpt2 are transposed (Conv1D), and take no adapter: leave it out"
+
+
 def test_max_lora_rank_without_lora_target_is_rejected() -> None:
     config = validate_tree(compose_tree(CONFIGS / "quickstart.yaml", LORA))
     (found,) = check_run(config, cores=2)

@@ -137,6 +137,11 @@ def test_rewards_of_episodes_can_be_compared_one_by_one():
         load_run(QUICKSTART, [f"rewards=[{COUNT}]", "adv_estimator=gdpo", "combine=product"])
 
 
+def test_a_combination_without_rewards_is_refused():
+    with pytest.raises(ConfigError, match="combine: gate has no effect without rewards: name some, or leave it out"):
+        load_run(QUICKSTART, ["combine=gate"])
+
+
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
