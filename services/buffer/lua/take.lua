@@ -18,12 +18,15 @@ local function list_lowest()
   return lowest
 end
 
+local MAX_PASSED = 2000 -- numbers per call; more cost more than listing the groups that play
+
 -- Numbers are given out in order, once, so the lowest one never falls: each is passed over once in the run's life.
 local function lowest_being_played()
   if redis.call('ZCARD', ASSEMBLING) == 0 then return -1 end
   local known, next_number = unpack(redis.call('HMGET', LEDGER, 'lowest', 'next'))
   local lowest = tonumber(known or nil) or list_lowest()
-  while lowest < tonumber(next_number or 0) and not redis.call('ZSCORE', ASSEMBLING, lowest) do lowest = lowest + 1 end
+  local last = math.min(tonumber(next_number or 0), lowest + MAX_PASSED)
+  while lowest < last and not redis.call('ZSCORE', ASSEMBLING, lowest) do lowest = lowest + 1 end
   if not redis.call('ZSCORE', ASSEMBLING, lowest) then lowest = list_lowest() end
   if tostring(lowest) ~= known then redis.call('HSET', LEDGER, 'lowest', lowest) end
   return lowest

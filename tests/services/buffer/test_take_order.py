@@ -51,3 +51,20 @@ async def test_the_order_of_admission_holds_for_groups_of_an_earlier_build(
     for task in tasks[:4]:
         await run.submit(task)
     assert [group.number for _ in range(3) if (group := learner.take(0)) is not None] == [0, 1, 2]
+
+
+async def test_one_call_passes_over_a_bounded_number_of_ended_groups(redis: Redis, async_redis: AsyncRedis) -> None:
+    """A learner that never waits asks again after days, and Redis must not stand still for a million look-ups."""
+    run = Run.begin(redis, async_redis)
+    learner = run.next_learner("admission")
+    redis.hset(f"{BufferKeys(RUN).root}:ledger", mapping={"lowest": 0, "next": 50_000})
+    tasks = await run.buffer.claim("w", 4)
+    for task in tasks[2:]:
+        await run.submit(task)
+    redis.config_resetstat()
+    assert learner.take(0) is None
+    commands: Any = redis.info("commandstats")
+    assert commands["cmdstat_zscore"]["calls"] < 2_100
+    for task in tasks[:2]:
+        await run.submit(task)
+    assert [group.number for _ in range(2) if (group := learner.take(0)) is not None] == [50_000, 50_001]
