@@ -18,7 +18,8 @@ from offbeat.benchmarks.harness.result import console, show
 from offbeat.benchmarks.redundancy import RedundancyOptions
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.plan.estimate import Effort, estimate
-from offbeat.deploy.plan.measurements import Measured, MetricRow, measure, read_batches
+from offbeat.deploy.plan.measurements import Measured, measure, read_batches
+from offbeat.deploy.plan.metric_rows import MetricRow
 from offbeat.deploy.plan.outcome import Setup
 from offbeat.deploy.plan.plan import setup_of
 from offbeat.deploy.plan.simulation import Simulation

@@ -95,7 +95,9 @@ def export_adapter(source: Path, out: Path, echo: Echo) -> None:
         if not difference <= MAX_MERGED_DIFFERENCE.get(dtype, MAX_MERGED_DIFFERENCE["bfloat16"]):
             reason = f"{base} with the adapter differs from {checkpoint} by {difference:.3g} in its logits"
             if _has_experts(checkpoint):
-                reason += ", as PEFT takes dense layers' names for those of experts: export the merged weights (--merge)"
+                reason += (
+                    ", as PEFT takes dense layers' names for those of experts: export the merged weights (--merge)"
+                )
             raise ExportError(f"{reason}: nothing was written")
     echo(
         f"{out} holds the adapter of {checkpoint}; on {base} its logits differ from the merged weights' by {difference:.2g}."

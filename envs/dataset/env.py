@@ -102,7 +102,9 @@ class QuestionEnv(gymnasium.Env[str, str], Generic[C]):
 
     def _reward_row(self, row: Row) -> dict[str, Any]:
         """Return the columns that rewards can take."""
-        columns = {key: value for key, value in row.items() if value is None or isinstance(value, PLAIN)}
+        columns: dict[str, Any] = {
+            key: value for key, value in row.items() if value is None or isinstance(value, PLAIN)
+        }
         return {**columns, GROUND_TRUTH: row[self.config.answer_key]}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:

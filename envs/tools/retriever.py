@@ -5,7 +5,7 @@ import urllib.error
 import urllib.request
 from functools import lru_cache
 from http.client import HTTPException
-from typing import Any
+from typing import Any, cast
 
 MAX_REPLY_BYTES = 4 << 20
 
@@ -53,9 +53,9 @@ def check_server(url: str, timeout_s: float) -> None:
 
 def _read_passage(passage: Any) -> str:
     """Return the text of a passage with or without a score; of title and text where there are no contents."""
-    document = passage.get("document", passage) if isinstance(passage, dict) else passage
+    document = cast(Any, passage.get("document", passage) if isinstance(passage, dict) else passage)
     if isinstance(document, str):
         return document
     if "contents" in document:
         return str(document["contents"])
-    return "\n".join(str(text) for text in (document.get("title"), document["text"]) if text)
+    return "\n".join(str(part) for part in (document.get("title"), document["text"]) if part)
