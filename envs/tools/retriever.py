@@ -38,7 +38,7 @@ def retrieve(url: str, query: str, top_k: int, timeout_s: float) -> list[str]:
     try:
         (passages,) = json.loads(content)["result"]
         return [_read_passage(each) for each in passages[:top_k]]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RetrievalError('a reply that is not {"result": [[{"document": {"contents": ...}}, ...]]}') from error
 
 

@@ -84,6 +84,7 @@ def test_an_env_searches_a_server(server: Server) -> None:
         (503, b"no index", "the search failed: HTTP 503 Service Unavailable: no index"),
         (200, b"<html>", 'the search failed: a reply that is not {"result": [[{"document": {"contents": ...}}, ...]]}'),
         (200, b'{"result": [[{"document": {"id": 3}}]]}', "the search failed: a reply that is not"),
+        (200, b'{"result": [[["Paris", 0.9]]]}', "the search failed: a reply that is not"),
         (200, b'{"result": []}', "the search failed: a reply that is not"),
         (200, b'{"result": [[]]}', "nothing was found"),
         (200, b'"' + b"x" * (4 << 20) + b'"', "the search failed: a reply of more than 4 MiB"),
