@@ -60,7 +60,10 @@ def count_unread_bytes(folder: Path) -> int:
 
 
 def save_history(folder: Path, history: RunHistory) -> None:
-    """Save a history as far as the folder's metrics have it; a full disk leaves the earlier one."""
+    """Save a history as far as the folder's metrics have it.
+
+    A full disk, or a text with half of a surrogate pair, leaves the earlier one.
+    """
     path = folder / METRICS_FILE
     try:
         offset = find_offset(path, history.position)
@@ -88,8 +91,10 @@ def save_history(folder: Path, history: RunHistory) -> None:
         )
         part.write_bytes(msgspec.msgpack.encode(saved))
         os.replace(part, folder / HISTORY_FILE)
-    except OSError as error:
-        logger.warning("%s can't be written: %s; a resumed run reads all metrics", HISTORY_FILE, error)
+    except (OSError, UnicodeEncodeError) as error:
+        logger.warning(
+            "%s can't be written: %s; a resumed run reads the metrics since the earlier one", HISTORY_FILE, error
+        )
 
 
 def _read_saved(folder: Path) -> SavedHistory | None:

@@ -1,6 +1,6 @@
 """A run that is resumed reads the metrics that are newer than its saved history."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -107,3 +107,14 @@ def test_a_run_without_metrics_has_nothing_to_save(tmp_path: Path) -> None:
     save_history(tmp_path, read(tmp_path))
     assert not (tmp_path / HISTORY_FILE).exists()
     assert count_unread_bytes(tmp_path) == 0
+
+
+def test_half_of_a_surrogate_pair_in_a_sample_leaves_the_earlier_history(tmp_path: Path) -> None:
+    """`offbeat train` saves while it watches the run, which must go on."""
+    write(tmp_path, range(100))
+    history = read(tmp_path)
+    save_history(tmp_path, history)
+    earlier = (tmp_path / HISTORY_FILE).read_bytes()
+    history.samples = (replace(SAMPLE, actions=("\ud800",)),)
+    save_history(tmp_path, history)
+    assert (tmp_path / HISTORY_FILE).read_bytes() == earlier
