@@ -1,21 +1,25 @@
 """ROLL's `tool_wrapper` as `env_type: tools`."""
 
 import math
-from typing import Any
+from typing import Any, cast
 
 from offbeat.deploy.config.importing.report import Outcome
 from offbeat.deploy.config.importing.rules import Key, Tree, get, get_table
 
 WRAPPER_KEYS = ("tool_reward", "tool_success_reward", "max_tool_uses")
 """Of `wrapper_args`, with the names that `tools` has."""
+UNKNOWN_URL = "http://set-the-address-of-SEARCH_URL/retrieve"
 NOTE = "env_type: tools around the env, whose settings are env_config.env_config"
 
 
 def tools(key: Key) -> Outcome:
     """Convert the list of tools; `wrap_envs` puts them around the env."""
+    configs = get_table({"w": key.value}, "w").get("tool_configs") or []
+    if not isinstance(configs, list) or not all(isinstance(each, dict) for each in cast(list[Any], configs)):
+        return Outcome("no counterpart", note="tool_configs is no list of mappings with a tool_id")
     found: list[dict[str, Any]] = []
     dropped: list[str] = []
-    for each in get_table({"w": key.value}, "w").get("tool_configs") or []:
+    for each in cast(list[dict[str, Any]], configs):
         name, args = each.get("tool_id"), dict(each.get("tool_args") or {})
         if name not in CONVERTERS:
             return Outcome(
@@ -28,6 +32,8 @@ def tools(key: Key) -> Outcome:
     arguments = get_table({"w": key.value}, "w.wrapper_args")
     dropped += [f"wrapper_args.{name}" for name in arguments if name not in WRAPPER_KEYS]
     note = f"{NOTE}; without {', '.join(dropped)}" if dropped else NOTE
+    if any(each.get("url") == UNKNOWN_URL for each in found):
+        note += "; set the search's url, which ROLL reads from its variable SEARCH_URL"
     return Outcome("renamed", (*key.path[:2], "env_config", "tools"), found, note)
 
 
@@ -47,7 +53,7 @@ def wrap_envs(tree: Tree, source: Tree) -> None:
 
 def _python(args: dict[str, Any]) -> dict[str, Any]:
     """Take what has a counterpart out of `args`; our sandbox is the only one."""
-    timeout_s = args.pop("timeout", 5)
+    timeout_s = args.pop("timeout", None) or 5
     for name in ("sandbox_type", "keep_error_last_line"):
         args.pop(name, None)
     patterns, instruction = args.pop("patterns", None), args.pop("tool_instruction", None)
@@ -61,9 +67,9 @@ def _python(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def _search(args: dict[str, Any]) -> dict[str, Any]:
-    """Without an address it is that of ROLL's variable SEARCH_URL, which the importer does not have."""
-    url = args.pop("search_url", None) or "http://set-the-address-of-SEARCH_URL/retrieve"
-    return {"url": url, "top_k": args.pop("topk", 3), "timeout_s": args.pop("timeout", 5)}
+    """Take what has a counterpart out of `args`; without an address it is that of ROLL's variable SEARCH_URL."""
+    url = args.pop("search_url", None) or UNKNOWN_URL
+    return {"url": url, "top_k": args.pop("topk", None) or 3, "timeout_s": args.pop("timeout", None) or 5}
 
 
 def _mcp(args: dict[str, Any]) -> dict[str, Any]:

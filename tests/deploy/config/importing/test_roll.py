@@ -522,6 +522,24 @@ def test_a_tool_wrapper_becomes_an_env_of_tools(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    ("configs", "status", "note"),
+    [
+        ([{"tool_id": "search", "tool_args": {"timeout": None}}], "renamed", "variable SEARCH_URL"),
+        ([{"tool_id": "python_code", "tool_args": {"timeout": None}}], "renamed", "env_config.env_config"),
+        (["search"], "no counterpart", "no list of mappings with a tool_id"),
+        ({"tool_id": "search"}, "no counterpart", "no list of mappings with a tool_id"),
+    ],
+)
+def test_what_a_tool_wrapper_lacks_is_reported(configs: object, status: str, note: str, tmp_path: Path):
+    env = {"env_type": "game:GuessTheNumber-v0", "max_steps": 3, "tool_wrapper": {"tool_configs": configs}}
+    text = json.dumps({"custom_envs": {"Guess": env}, "train_env_manager": {"tags": ["Guess"]}})
+    imported = import_roll(write_variant(tmp_path, text))
+    (outcome,) = [each.outcome for each in imported.keys if each.key == ("custom_envs", "Guess", "tool_wrapper")]
+    assert outcome.status == status
+    assert outcome.note.endswith(note)
+
+
+@pytest.mark.parametrize(
     ("engine", "temperature", "tokens", "status"),
     [
         ({"temperature": 0.5}, 0.5, 64, "no effect"),  # max_tokens_per_step, below ROLL's 8192
