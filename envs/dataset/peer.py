@@ -43,6 +43,8 @@ NUMPY_TYPES = (
 )
 HIDDEN_ERRORS = ("StopIteration", "StopAsyncIteration", "GeneratorExit")
 """Errors that would end a caller's loop as if complete."""
+NOT_OF_RESULTS = ("call", "getitem", "iter", "len")
+"""Of an object that an operator with a plain value returned: their answers would decide `(f(x) - y).max() < 1e-6`."""
 PREDICATES = frozenset({"endswith", "isdisjoint", "issubset", "issuperset", "is_integer", "startswith"}) | {
     name for name in dir(str) if name.startswith("is")
 }
@@ -53,13 +55,16 @@ class Remote:
     """Object of the other side, without truth and equality.
 
     Invariant: it decides no test, and what operators tell it serves no later answer. A plain value comes from it only by its
-    attributes, items, length, text and calls; operators return objects.
+    attributes, items, length, text and calls; operators return objects, those with a plain value (`f(x) - 3`) objects of
+    attributes and text alone.
     """
 
     def __init__(self, peer: "Peer", number: int) -> None:
-        self.__dict__.update(_peer=peer, _number=number)
+        self.__dict__.update(_peer=peer, _number=number, _is_result=False)
 
     def _ask(self, action: str, *args: Any, **kwargs: Any) -> Any:
+        if self._is_result and action in NOT_OF_RESULTS:
+            self._refuse(f"the result of an operator with a plain value has attributes alone: no {action}")
         return self._peer.request(action, self._number, *args, kwargs=kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +73,8 @@ class Remote:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in PREDICATES:
             raise AttributeError(f"an object of the program is no plain value: it has no {name}")
-        return self._ask("getattr", name)
+        value = self._ask("getattr", name)
+        return value._mark(is_result=self._is_result) if isinstance(value, Remote) else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._ask("setattr", name, value)
@@ -96,17 +102,22 @@ class Remote:
         return self._ask("repr")
 
     def __neg__(self) -> "Remote":
-        return self._object("neg", self._ask("operator", "neg"))
+        return self._object("neg", self._ask("operator", "neg"), is_result=self._is_result)
 
     def _apply(self, name: str, other: Any, *, is_reflected: bool) -> "Remote":
-        if not isinstance(other, Remote):
-            self._peer.has_told_operands = True
-        return self._object(name, self._ask("reflected" if is_reflected else "operator", name, other))
+        is_plain = not isinstance(other, Remote)
+        self._peer.has_told_operands |= is_plain
+        result = self._ask("reflected" if is_reflected else "operator", name, other)
+        return self._object(name, result, is_result=self._is_result or is_plain or other._is_result)
 
-    def _object(self, name: str, result: Any) -> "Remote":
+    def _object(self, name: str, result: Any, *, is_result: bool) -> "Remote":
         if not isinstance(result, Remote):
             self._refuse(f"{name.rstrip('_')} of an object of the program must return another")
-        return result
+        return result._mark(is_result=is_result)
+
+    def _mark(self, *, is_result: bool) -> "Remote":
+        self.__dict__["_is_result"] |= is_result
+        return self
 
     def _undefined(self, *_: Any) -> Any:
         self._refuse("an object of the program is no plain value: it can't be compared or tested for truth")

@@ -97,43 +97,6 @@ def test_reward_hacks_fail(name: str):
         assert time.monotonic() - began < 60  # a program that stays is killed
 
 
-DECIDING = """
-class X:
-    __sub__ = __rsub__ = __mod__ = __and__ = lambda self, other: 0
-    __truediv__ = lambda self, other: 1.0
-    __contains__ = startswith = issuperset = isdigit = lambda self, *_: True
-    __add__ = __radd__ = lambda self, other: seen.append(other) or 0
-    __pow__ = lambda self, other: seen.append(other) or self
-    __iter__ = lambda self: iter([])
-seen = [0]
-def double(x): return X() if len(seen) == 1 else seen[-1]
-"""
-"""An object that answers what a test asks of a number, a text or a list."""
-DECISIONS = [
-    "assert abs(double(21) - 42) < 1e-6",
-    "assert double(21) % 7 == 0",
-    "assert (double(21) & 1) == 0",
-    "assert round(double(21) / 42, 3) == 1",
-    "assert math.isclose(double(21) - 42, 0, abs_tol=1e-6)",
-    "assert np.abs(double(21) - 42) < 1e-6",
-    "assert abs(double(21) - double(21)) < 1e-6",
-    "assert 42 in double([42])",
-    "assert double('a').startswith('aa')",
-    "assert double('1').isdigit()",
-    "assert double({1}).issuperset({1})",
-    "try:\n    double(21) + 42\nexcept TypeError:\n    pass\nassert double(21) == 42",
-    "try:\n    42 + double(21)\nexcept TypeError:\n    pass\nassert double(21) == 42",
-    "try:\n    abs(double(21) ** 42) < 1e-6\nexcept TypeError:\n    pass\nassert double(21) == 42",
-]
-
-
-@needs_sandbox
-@pytest.mark.parametrize("test", DECISIONS)
-def test_an_object_of_the_program_decides_no_test_and_learns_no_value(test: str):
-    assert check_program(DECIDING, test, LIMITS)
-    assert check_program("def double(x): return x if isinstance(x, set) else 2 * x", test, LIMITS) == ""
-
-
 REPLACING = [
     ("from solution import *", "def all(x): return True", "all(double(x) == 2 * x for x in (1, 2))"),
     ("from solution import *", "def abs(x): return 0", "abs(double(1) - 2) < 1e-6"),
