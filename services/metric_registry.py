@@ -286,7 +286,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout", "generation_max_s", "s", "Longest such time."),
     Metric("rollout", "env_s", "s", "Mean time of a call of an env."),
     Metric("rollout", "env_max_s", "s", "Longest such time."),
-    Metric("rollout", "reward_s", "s", "Mean time of an episode's rewards, waits for a free call included (`rewards`)."),
+    Metric(
+        "rollout", "reward_s", "s", "Mean time of an episode's rewards, waits for a free call included (`rewards`)."
+    ),
     Metric("rollout", "reward_max_s", "s", "Longest such time."),
     Metric(
         "rollout",
