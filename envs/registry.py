@@ -224,6 +224,9 @@ def _model_problems(env_type: str, model: type[BaseModel], env_config: Mapping[s
     except ValidationError as error:
         problems: list[str] = []
         for details in error.errors(include_url=False):
+            if details["type"] == "too_short" and details.get("ctx", {})["actual_length"] < len(details["input"]):
+                # its invalid items, which have problems of their own, are not counted
+                continue
             key = ".".join(str(part) for part in resolve_location(model, details["loc"]).keys)
             if details["type"] == "extra_forbidden":
                 table = resolve_location(model, details["loc"][:-1]).table or model

@@ -6,6 +6,7 @@ from typing import Any
 import gymnasium
 import pytest
 from gymnasium.spaces import Text
+from pydantic import BaseModel, Field
 
 from offbeat.envs import registry
 from offbeat.envs.frozen_lake import FrozenLakeEnv
@@ -25,6 +26,14 @@ class Echo(gymnasium.Env[str, str]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed, options=options)
         return self.word, {}
+
+
+class PairConfig(BaseModel):
+    words: tuple[str, ...] = Field(min_length=2)
+
+
+class Pair(Echo):
+    config_class = PairConfig
 
 
 def anything(**settings: object) -> Echo:
@@ -107,6 +116,17 @@ def test_invalid_settings_are_named_up_front(env_type: str, settings: dict[str, 
 
 def test_all_wrong_settings_are_reported_together():
     assert len(registry.check_env_config("frozen_lake", {"siez": 4, "p": 2.0})) == 2
+
+
+def test_a_list_whose_only_item_is_wrong_is_not_called_empty():
+    """Pydantic counts the valid items alone, and says that there are too few, too."""
+    settings = {"env_type": "frozen_lake", "tools": [{"tool_id": "search"}]}
+    (problem,) = registry.check_env_config("tools", settings)
+    assert problem.startswith("env_config.tools.0: set either corpus or url")
+    (problem,) = registry.check_env_config("tools", {**settings, "tools": []})
+    assert problem.startswith("env_config.tools: Tuple should have at least 1 item")
+    (problem,) = registry.check_env_config(HERE + "Pair", {"words": ["a"]})
+    assert problem.startswith("env_config.words: Tuple should have at least 2 items")
 
 
 def test_valid_settings_have_no_problem():
