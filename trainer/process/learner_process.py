@@ -56,7 +56,7 @@ from offbeat.trainer.training.checkpoint import Checkpoint, read_epoch
 from offbeat.trainer.training.checkpoint_store import CheckpointStore
 from offbeat.trainer.training.critic_trainer import CriticTrainer
 from offbeat.trainer.training.policy_trainer import PolicyTrainer
-from offbeat.trainer.training.score_keys import selection_digest, start_key
+from offbeat.trainer.training.score_keys import describe_start, selection_digest, start_key
 from offbeat.trainer.training.trainer import Trainer
 from offbeat.trainer.watchdog import Watchdog, kill_if_hung
 
@@ -312,7 +312,7 @@ class LearnerProcess:
         """Announce to scorers that the first weights are complete."""
         write = RunWrites(self._redis, self._run.run_id, self._run.uid)
         write.epoch = epoch
-        write("SET", start_key(self._run.run_id), self._run.lineage)
+        write("SET", start_key(self._run.run_id), describe_start(self._run))
 
     def _show_warm_start(self, done: int, total: int) -> None:
         self._reporter.set_phase(f"warming up {done}/{total}")

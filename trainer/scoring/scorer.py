@@ -27,7 +27,7 @@ from offbeat.trainer.engines.prompt_model import OpenPromptEngine
 from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.training.frozen_roles import load_scorer
 from offbeat.trainer.training.prepare_scores import RowScorer
-from offbeat.trainer.training.score_keys import start_key
+from offbeat.trainer.training.score_keys import describe_start, start_key
 
 logger = logging.getLogger(__name__)
 
@@ -88,10 +88,15 @@ class Scorer:
         if not self._role.starts_from_policy or self._run.config.warm_start is None:
             return True
         while not self._stop.is_set():
-            if cast(bytes | None, self._redis.get(start_key(self._run.run_id))) == self._run.lineage.encode():
+            if self._has_start():
                 return True
             self._stop.wait(IDLE_POLL_S)
         return False
+
+    def _has_start(self) -> bool:
+        """Return whether the first weights are complete, and in the folder if they were when the learner announced them."""
+        announced = cast(bytes | None, self._redis.get(start_key(self._run.run_id)))
+        return announced == describe_start(self._run).encode()
 
     def _score_next(self, scorer: RowScorer) -> None:
         claim = self._queue.claim()

@@ -15,7 +15,7 @@ from offbeat.services.rollout.data.source import message_keys
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.roles import TeacherConfig
 from offbeat.trainer.config.scored_roles import ScoredRole, scored_roles
-from offbeat.trainer.run import LearnerRun
+from offbeat.trainer.run import START, LearnerRun
 
 
 def score_keys(run: LearnerRun) -> Mapping[str, str]:
@@ -120,5 +120,10 @@ def _first_weights(run: LearnerRun) -> list[object]:
 
 
 def start_key(run_id: str) -> str:
-    """String: lineage whose first weights are complete."""
+    """String: `describe_start` once the first weights are complete."""
     return RunKeys(run_id).key("start")
+
+
+def describe_start(run: LearnerRun) -> str:
+    """Return the lineage, and whether a warm start's weights are in the folder: a lost one is restored by the learner."""
+    return f"{run.lineage}/{START}" if (run.output_dir / START).is_dir() else run.lineage
