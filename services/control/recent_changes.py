@@ -40,8 +40,9 @@ async def read_recent_changes(redis: Redis, run_id: str, earlier: dict[str, Earl
         pipe.lindex(keys.changes, known.num - 1 if known.num else 0)
         pipe.lrange(keys.changes, known.num, -1)
         last, blobs = await pipe.execute()
-    if known.num and last != known.last and run_id in earlier:  # of another run, or of a Redis that lost some
-        del earlier[run_id]
+    if known.num and last != known.last:  # of another run, or of a Redis that lost some
+        if earlier.get(run_id) is known:  # else another call was first
+            del earlier[run_id]
         return await read_recent_changes(redis, run_id, earlier)
     places = [str(known.num + i) for i in range(len(blobs))]
     steps = await cast(Any, redis.hmget(keys.adopted, places)) if places else []

@@ -1,5 +1,6 @@
 """A run with many changes of its settings shows the newest ones, under the settings of all."""
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -49,6 +50,6 @@ async def test_changes_of_a_redis_that_lost_some_are_read_anew(store: RunStore) 
     await store.recent_changes("lake")
     keys = RunKeys("lake")
     await cast(Any, store.redis.delete(keys.changes, keys.adopted))
-    assert await store.settings(record) == SETTINGS
+    assert await asyncio.gather(*(store.settings(record) for _ in range(3))) == 3 * [SETTINGS]
     await request(store, {"num_workers": 3})
     assert await store.settings(record) == replace(SETTINGS, num_workers=3)
