@@ -53,7 +53,9 @@ def check_server(url: str, timeout_s: float) -> None:
 
 def _read_passage(passage: Any) -> str:
     """Return the text of a passage with or without a score; of title and text where there are no contents."""
-    document = cast(Any, passage.get("document", passage) if isinstance(passage, dict) else passage)
+    document = passage
+    if isinstance(passage, dict):
+        document = cast(dict[str, Any], passage).get("document", cast(Any, passage))
     if isinstance(document, str):
         return document
     if "contents" in document:
