@@ -84,7 +84,7 @@ class SeriesIndex:
         """Step and trajectories trained up to it, ascending."""
 
     def refresh(self, for_s: float = math.inf) -> None:
-        """Read new records, for about `for_s`; the next call goes on."""
+        """Read new records, for about `for_s`; the next call continues."""
         if self._tail.restarted():
             self._clear()
         for row in self._tail.read(for_s):

@@ -123,7 +123,7 @@ class Remote:
         self._refuse("an object of the program is no plain value: it can't be compared or tested for truth")
 
     def _refuse(self, reason: str) -> None:
-        """Raise TypeError. The program answers no more if it was told an operand, which may be an expected value."""
+        """Raise TypeError. The program answers no more if it was sent an operand, which may be an expected value."""
         self._peer.is_refused = self._peer.has_told_operands
         raise TypeError(reason)
 
@@ -160,7 +160,7 @@ class Peer:
         self.takes_requests = True
         """False: no request changes anything here, and arrays are lists, so that a comparison broadcasts nothing."""
         self.has_told_operands = False
-        """True once an operator told the other side a plain value."""
+        """True once an operator sent the other side a plain value."""
         self.is_refused = False
         """True: no request is made any more."""
         self.namespace: dict[str, Any] = {}

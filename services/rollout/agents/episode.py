@@ -103,7 +103,7 @@ class HttpEnvSession:
         self._messages = [] if plan.prompt is None else self._row_messages(plan.prompt)
         self._first = self._first.replace(ROW_IMAGE, "")
         self.row = dict(opening.row)
-        """What the env told about the task."""
+        """What the env gave about the task."""
         self.session: EpisodeSession | None = None
         self.task: dict[str, Any] = {}
         self.texts = [self._system]

@@ -16,7 +16,7 @@ class Transcript:
 
     messages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     row: dict[str, Any] = field(default_factory=dict[str, Any])
-    """What the env told about the task (`reward_row`)."""
+    """What the env gave about the task (`reward_row`)."""
     is_chat: bool = True
     """Whether the chat template began the last answer, not a prompt of the agent's."""
 
