@@ -8,7 +8,7 @@ from offbeat.services.buffer.group_ledger import UNNUMBERED, LifeEvent
 from offbeat.trainer.learner.step_ledger import JournalLine, ResumedLine, StepLine
 
 KEPT_GROUPS = 50_000
-"""Newest groups; ended ones before them are forgotten, a quarter of that number at once."""
+"""Newest groups; ended ones before them are forgotten, each time a quarter of that number has been admitted."""
 
 
 class LiveReplay:
@@ -22,6 +22,8 @@ class LiveReplay:
         self._num_kept = num_kept
         self.first_number = 0
         """Groups before it are left out, except those in flight."""
+        self._num_in_flight = 0
+        """Groups before `first_number` that were in flight when groups were last forgotten."""
         self._base: ResumedLine | None = None
         """Stands for the forgotten steps."""
         self._events: dict[str, LifeEvent] = {}
@@ -41,7 +43,7 @@ class LiveReplay:
         return {} if self._audit is None else self._audit.groups
 
     def clear_events(self) -> None:
-        self._events, self._audit, self.first_number = {}, None, 0
+        self._events, self._audit, self.first_number, self._num_in_flight = {}, None, 0, 0
 
     def clear_lines(self) -> None:
         self._lines, self._audit, self._base = [], None, None
@@ -55,7 +57,7 @@ class LiveReplay:
         new = [event for event in events if event.id not in self._events]
         lines = self._follow_base(lines)
         self._apply(new, lines)
-        if len(self.lives) > self._num_kept * 5 // 4:
+        if len(self.lives) - self._num_in_flight > self._num_kept * 5 // 4:
             self._forget()
 
     def _apply(self, new: Sequence[LifeEvent], lines: Sequence[JournalLine]) -> None:
@@ -115,6 +117,7 @@ class LiveReplay:
         gone = [number for number, life in groups.items() if number < self.first_number and life.ending]
         for number in gone:
             del groups[number]
+        self._num_in_flight = sum(number < self.first_number for number in groups)
         self._events = {event.id: event for event in self._events.values() if self._concerns(event, groups)}
         steps = (i for i, line in enumerate(self._lines) if isinstance(line, StepLine))
         first = next((i for i in steps if self._is_kept(self._lines[i], groups)), None)

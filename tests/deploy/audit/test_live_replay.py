@@ -159,6 +159,23 @@ def test_memory_of_a_run_does_not_grow_with_its_groups() -> None:
     assert max(sizes[STEPS:]) <= max(sizes[:STEPS])
 
 
+def test_groups_in_flight_are_not_searched_for_ended_ones_at_each_call() -> None:
+    """SFT's groups end at their checkpoint's acknowledgement, and all of its events were filtered twice a second."""
+    numbers = range(5 * KEPT)
+    events = life(
+        *((number, "admitted", "0") for number in numbers), *((number, "dropped", "stale") for number in numbers)
+    )
+    seen = LiveReplay(KEPT)
+    seen.add(events[: 4 * KEPT], [])
+    assert len(seen.lives) == 4 * KEPT, "all are in flight"
+    searched = seen._events
+    seen.add([], [])
+    seen.add(events[4 * KEPT : 4 * KEPT + 2], [])
+    assert seen._events is searched
+    seen.add(events[4 * KEPT + 2 :], [])
+    assert seen.lives.keys() == {*numbers[-KEPT:]}
+
+
 def test_ledgers_read_from_their_middle_have_whole_lives_alone() -> None:
     ledgers = run_ledgers()
     half = ledgers[STEPS // 2 :]
