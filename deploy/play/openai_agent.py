@@ -11,7 +11,7 @@ import httpx
 from offbeat.deploy.play.agents import END, START
 from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.errors import EpisodeError, RetryableError
-from offbeat.services.messages.types import Completion, PromptImage, VersionSpan
+from offbeat.services.messages.types import Completion, FinishReason, PromptImage, VersionSpan
 from offbeat.services.retry import retry_until_answered
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
@@ -63,8 +63,10 @@ class OpenAISampler:
             raise EpisodeError(
                 "answer_error", f"{self._url} did not return a chat completion: {str(answer)[:MAX_ERROR_CHARS]}"
             ) from error
-        ids = (*self._chat.encode(content), self._chat.end_id)[:max_tokens]
-        return Completion("", ids, (0.0,) * len(ids), (VersionSpan(0, len(ids), 0),))
+        is_cut = choice.get("finish_reason") == "length"
+        ids = (*self._chat.encode(content), *(() if is_cut else (self._chat.end_id,)))[:max_tokens]
+        reason = FinishReason.LENGTH if is_cut else FinishReason.STOP
+        return Completion("", ids, (0.0,) * len(ids), (VersionSpan(0, len(ids), 0),), reason)
 
     def _first_model(self) -> str:
         path = "/models"

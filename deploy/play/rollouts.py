@@ -155,9 +155,7 @@ async def run_episodes(
             try:
                 transcript = None if rewards is None else rewards.begin(task.tag)
                 target = find_target(task.tag)
-                played = await _play(
-                    config, request, number, task, target, chat, sample, pool, runtime, rows, transcript
-                )
+                played = await _play(request, number, task, target, chat, sample, pool, runtime, rows, transcript)
                 if rewards is not None and transcript is not None:
                     played = await rewards.add(played, request.kind, transcript)
                 result.trajectories.append(played)
@@ -180,7 +178,6 @@ async def run_episodes(
 
 
 async def _play(
-    config: RunConfig,
     request: EpisodeRequest,
     number: int,
     task: Task,
@@ -205,7 +202,7 @@ async def _play(
         True,
         "rollout",
         prompt=None if rows is None else await rows.prompts.read(request.kind, task.seed),
-        prompt_length=None if config.data is None else config.data.prompt_length,
+        prompt_length=target.prompt_length,
         transcript=transcript,
     )
 

@@ -92,7 +92,12 @@ async def collect(
         for tag in (*calling_tags, *agents):
             problem = f"{tag} has functions or an agent of its own, whose calls an endpoint's texts would not be"
             raise ConfigError([ConfigIssue("--agent openai", problem)])
-        limits = {"temperature": target.temperature, "top_p": target.top_p, "max_tokens": target.max_new_tokens}
+        longest = max(config.custom_envs[tag].max_tokens_per_step for tag in manager.tags_of(config.custom_envs))
+        limits = {
+            "temperature": target.temperature,
+            "top_p": target.top_p,
+            "max_tokens": min(target.max_new_tokens, longest),
+        }
         sample = OpenAISampler(*endpoint, chat, stop=target.stop_strings, **limits)
         result = await run_episodes(config, request, chat, sample, progress, counts_tokens=False)
         return CollectedEpisodes(result, chat)

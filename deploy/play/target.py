@@ -30,6 +30,8 @@ class PlayTarget:
     top_k: int = -1
     max_new_tokens: int = UNBOUNDED_TOKENS
     stop_strings: tuple[str, ...] = ()
+    prompt_length: int | None = None
+    """Of an episode's first prompt, tokens."""
 
     def with_env_config(self, changes: dict[str, Any]) -> "PlayTarget":
         return replace(self, env=self.env.model_copy(update={"env_config": {**self.env.env_config, **changes}}))
@@ -71,6 +73,7 @@ def build_target(config: RunConfig, tag: str, kind: EpisodeKind = EpisodeKind.TR
         args.top_k,
         args.max_new_tokens,
         args.stop_strings,
+        None if config.data is None else config.data.prompt_length,
     )
 
 
@@ -93,7 +96,9 @@ def check_rendering(env: CustomEnv, chat: ChatFormat) -> bool:
 
 def remove_token_limits(target: PlayTarget) -> PlayTarget:
     env = target.env.model_copy(update={"max_tokens_per_step": UNBOUNDED_TOKENS})
-    return replace(target, env=env, sequence_length=UNBOUNDED_TOKENS, max_new_tokens=UNBOUNDED_TOKENS)
+    return replace(
+        target, env=env, sequence_length=UNBOUNDED_TOKENS, max_new_tokens=UNBOUNDED_TOKENS, prompt_length=None
+    )
 
 
 def find_target(

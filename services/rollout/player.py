@@ -20,7 +20,7 @@ from offbeat.services.rollout.data.source import DataSource
 from offbeat.services.rollout.envs.pool import EnvPool, LeasedEnv
 from offbeat.services.rollout.episodes.episode import EpisodePlan, play
 from offbeat.services.rollout.episodes.instrumented import InstrumentedEpisode
-from offbeat.services.rollout.episodes.sampler import EpisodeSampler, build_samplings
+from offbeat.services.rollout.episodes.sampler import BASELINE, EpisodeSampler, build_samplings
 from offbeat.services.rollout.episodes.transcript import Transcript
 from offbeat.services.rollout.episodes.turn_batcher import TurnBatcher
 from offbeat.services.rollout.metrics import WorkerMetrics
@@ -139,7 +139,7 @@ class EpisodePlayer:
             )
 
     def _sampling(self, task: EpisodeTask) -> Sampling:
-        sampling = self._samplings[task.sampling_name]
+        sampling = self._samplings[BASELINE if task.is_baseline else task.sampling_name]
         return sampling if task.temperature is None else replace(sampling, temperature=task.temperature)
 
     def _sampler(self, task: EpisodeTask, sampling: Sampling, *, continues: bool) -> EpisodeSampler:

@@ -19,17 +19,20 @@ from offbeat.services.messages.types import (
 from offbeat.services.rollout.config import WorkerSettings
 from offbeat.services.rollout.episodes.turn_batcher import TurnBatcher
 
+BASELINE = "baseline"
+"""Sampling of an episode with which those of its group are compared: their limits, at temperature 0."""
 INITIAL_RETRY_WAIT_S, MAX_RETRY_WAIT_S = 0.05, 1.0
 
 
 def build_samplings(settings: WorkerSettings, stop_ids: tuple[int, ...]) -> dict[str, Sampling]:
-    """Return settings by `EpisodeTask.sampling_name`."""
+    """Return settings by `EpisodeTask.sampling_name`, and those of training's greedy baselines."""
     train = settings.generating_args
     sampled = settings.val_env_manager.generating_args.for_evaluation(train)
     greedy = GeneratingArgs(temperature=0.0, max_new_tokens=sampled.max_new_tokens, stop_strings=sampled.stop_strings)
+    baseline = GeneratingArgs(temperature=0.0, max_new_tokens=train.max_new_tokens, stop_strings=train.stop_strings)
     return {
         name: Sampling(args.temperature, args.top_p, args.top_k, args.max_new_tokens, stop_ids, args.stop_strings)
-        for name, args in (("train", train), ("sampled", sampled), ("greedy", greedy))
+        for name, args in (("train", train), ("sampled", sampled), ("greedy", greedy), (BASELINE, baseline))
     }
 
 

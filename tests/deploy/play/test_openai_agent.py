@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from offbeat.deploy.cli.app import app
+from offbeat.deploy.play.parquet import read_parquet
 from offbeat.services.chat.template import ChatTemplate
 from offbeat.services.gateway.server import Gateway
 from offbeat.services.gateway.session import EpisodeSession, SessionLimits
@@ -99,6 +100,7 @@ class Walker:
         self.requests: list[dict[str, Any]] = []
         self.errors: list[int] = []
         self.stop_reason: str | int | None = None
+        self.finish_reason = "stop"
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -113,7 +115,8 @@ class Walker:
                 outer.requests.append(body)
                 answers = sum(message["role"] == "assistant" for message in body["messages"])
                 message = {"content": ("Right", "Down")[answers % 2]}
-                self._reply(200, {"choices": [{"message": message, "stop_reason": outer.stop_reason}]})
+                ended = {"stop_reason": outer.stop_reason, "finish_reason": outer.finish_reason}
+                self._reply(200, {"choices": [{"message": message, **ended}]})
 
             def _reply(self, status: int, body: Any) -> None:
                 data = json.dumps(body).encode()
@@ -176,6 +179,21 @@ def test_the_stop_string_that_ended_an_answer_is_part_of_it(
     assert walker.requests[0]["stop"] == ["ght"]
     messages = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])["messages"]
     assert next(each["content"] for each in messages if each["role"] == "assistant") == f"Right{end}"
+
+
+def test_prompts_of_rows_are_not_counted_in_bytes(walker: Walker, tmp_path: Path):
+    """The run's limit of 24 is of its tokenizer's words."""
+    data = tmp_path / "rows.jsonl"
+    row = {"prompt": "a prompt of more than twenty-four bytes", "ground_truth": "Right"}
+    data.write_text("".join(f"{json.dumps({**row, 'tag': tag})}\n" for tag in ("addition", "mixed")))
+    walker.finish_reason = "length"
+    names = (f"data.dataset_name={data}", f"data.val_dataset_name={data}")
+    command = ["rollout", "rlvr", *names, "--episodes", "2", "--out", str(tmp_path / "out.parquet")]
+    result = CliRunner().invoke(app, [*command, "--agent", "openai", walker.url])
+    assert result.exit_code == 0, result.output
+    episodes = read_parquet(tmp_path / "out.parquet")
+    assert [episode.messages[-1]["content"] for episode in episodes] == ["Right"] * 2
+    assert [episode.metrics["truncated_ratio"] for episode in episodes] == [1.0] * 2
 
 
 def test_episodes_whose_answers_fail_are_counted(walker: Walker, tmp_path: Path):

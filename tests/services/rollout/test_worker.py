@@ -7,13 +7,14 @@ import pytest
 from tokenizers import Tokenizer
 
 from offbeat.envs.frozen_lake.rows import conversations, write_rows
+from offbeat.services.generation.config import GeneratingArgs
 from offbeat.services.messages.types import (
     EpisodeKind,
     EpisodeTask,
     GenerateRequest,
     StopReason,
 )
-from offbeat.services.rollout.config import CustomEnv, EnvManagerConfig, RolloutConfig
+from offbeat.services.rollout.config import CustomEnv, EnvManagerConfig, ManagerGeneratingArgs, RolloutConfig
 from offbeat.services.rollout.data.config import DataConfig
 from offbeat.services.rollout.data.sampled import is_sampled
 from offbeat.services.rollout.tasks import eval_task, train_task
@@ -27,6 +28,25 @@ from tests.services.rollout.worker_bench import custom, group, walker
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
+
+
+async def test_a_baseline_has_the_limits_of_its_group(bench, tokenizer: Tokenizer):
+    """At temperature 0; those of greedy evaluations may be others."""
+    greedy = replace(train_episode(0, 4), sampling_name="greedy")
+    evaluation = EpisodeTask(EpisodeKind.EVAL, "eval", 0, 0, 0, 0, sampling_name="greedy")
+    generation = FakeGeneration(walker(tokenizer))
+    own = EnvManagerConfig(generating_args=ManagerGeneratingArgs(max_new_tokens=2, stop_strings=()))
+    args = GeneratingArgs(temperature=0.7, max_new_tokens=3, stop_strings=("Up",))
+    async with bench(
+        train_episode(0), greedy, evaluation, generation=generation, generating_args=args, val_env_manager=own
+    ) as b:
+        await b.until_done(3)
+    sampled = {
+        (request.sampling.temperature, request.sampling.max_new_tokens, request.sampling.stop_strings)
+        for call in generation.calls
+        for request in call
+    }
+    assert sampled == {(0.7, 3, ("Up",)), (0.0, 3, ("Up",)), (0.0, 2, ())}
 
 
 async def test_claimed_episodes_are_played_and_submitted(bench, policy_folder: Path):

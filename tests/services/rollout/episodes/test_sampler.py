@@ -43,7 +43,7 @@ async def test_evaluations_end_answers_as_training_does_unless_they_say_otherwis
     args = GeneratingArgs(temperature=0.5, stop_strings=("</a>",))
     settings = worker_settings(tmp_path).model_copy(update={"generating_args": args})
     assert {name: each.stop_strings for name, each in build_samplings(settings, (3,)).items()} == {
-        "train": ("</a>",), "sampled": ("</a>",), "greedy": ("</a>",)
+        "train": ("</a>",), "sampled": ("</a>",), "greedy": ("</a>",), "baseline": ("</a>",)
     }  # fmt: skip
     own = EnvManagerConfig(generating_args=ManagerGeneratingArgs(stop_strings=()))
     evaluated = build_samplings(settings.model_copy(update={"val_env_manager": own}), (3,))
@@ -106,3 +106,4 @@ def test_evaluation_is_sampled_at_temperature_one_or_greedy(tmp_path):
     assert changed["greedy"] == Sampling(0.0, 1.0, -1, 4, (3,))
     assert changed["train"] == by_name["train"]
     assert by_name["greedy"].temperature == 0.0
+    assert changed["baseline"] == Sampling(0.0, 1.0, -1, 9, (3,)), "as the episodes with which it is compared"
