@@ -67,6 +67,11 @@ def answers(task: AgentTask) -> str:
     return _ask(task, _told(task))
 
 
+def asks(task: AgentTask) -> None:
+    """An answer that no env gets."""
+    _ask(task, _told(task))
+
+
 def answers_messages(task: AgentTask) -> None:
     """An answer to a dataset's row, for rewards."""
     _ask(task, task.messages)

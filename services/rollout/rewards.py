@@ -62,13 +62,13 @@ class EpisodeRewards:
         if not trajectory.turns:
             return trajectory
         if trajectory.stop_reason is StopReason.ERROR:  # its last answer is what made the env or agent fail
-            failure = {SUCCESS: 0.0} if self._first(trajectory.tag).is_share else {}
+            failure = self._success(trajectory, transcript, {})
             return structs.replace(trajectory, metrics={**trajectory.metrics, **failure})
         values = await self._scorer.score(self._sample(trajectory, kind, transcript))
         *earlier, last = trajectory.turns
         scored = last._replace(reward=last.reward + self._scorer.combine(values))
         columns = {f"{COLUMN}{name}": value for name, value in values.items()}
-        metrics = {**trajectory.metrics, **columns, **self._success(trajectory, values)}
+        metrics = {**trajectory.metrics, **columns, **self._success(trajectory, transcript, values)}
         return structs.replace(trajectory, turns=(*earlier, scored), metrics=metrics)
 
     @property
@@ -97,11 +97,15 @@ class EpisodeRewards:
             truth = transcript.row.get(GROUND_TRUTH)
         return RewardSample(transcript.prompt, response, last.end - last.start, truth, trajectory.tag, row)
 
-    def _success(self, trajectory: Trajectory, values: Mapping[str, float]) -> dict[str, float]:
-        """Return whether the tag's first reward is 1, if its values are bounded; an env's own success counts before it."""
+    def _success(self, trajectory: Trajectory, transcript: Transcript, values: Mapping[str, float]) -> dict[str, float]:
+        """Return whether the tag's first reward is 1, if its values are bounded; an env's own success counts before it.
+
+        An env may report success at its end alone, so that an episode which did not get there has none but the env's.
+        """
         first = self._first(trajectory.tag)
-        is_told = self._columns is None and SUCCESS in trajectory.metrics
-        return {SUCCESS: float(values[first.name] >= 1)} if first.is_share and not is_told else {}
+        is_cut = trajectory.stop_reason is not StopReason.TERMINATED or transcript.has_left_env
+        is_envs = self._columns is None and (is_cut or SUCCESS in trajectory.metrics)
+        return {SUCCESS: float(values.get(first.name, 0.0) >= 1)} if first.is_share and not is_envs else {}
 
     def _first(self, tag: str) -> RewardConfig:
         return self._config.of_tag(tag)[0]

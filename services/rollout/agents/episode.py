@@ -140,6 +140,11 @@ class HttpEnvSession:
             return StopReason.TRUNCATED
         return StopReason.MAX_STEPS if len(self._results) >= self._rules.max_steps else None
 
+    @property
+    def is_left(self) -> bool:
+        """Return whether steps were taken, but not to the end."""
+        return bool(self._results) and self.over is None
+
     async def step(self, action: str) -> dict[str, Any]:
         session = self.session
         assert session is not None, "call agent_task() first"
@@ -232,6 +237,7 @@ async def play_with_agent(
     if plan.transcript is not None:
         plan.transcript.read(session.conversation, is_chat=session.is_chat)
         plan.transcript.row.update(http_env.row)
+        plan.transcript.has_left_env = http_env.is_left
     metrics = http_env.metrics(outcome.metrics)
     return Trajectory(
         group_id=plan.task.group_id,

@@ -19,6 +19,8 @@ class Transcript:
     """What the env gave about the task (`reward_row`)."""
     is_chat: bool = True
     """Whether the chat template began the last answer, not a prompt of the agent's."""
+    has_left_env: bool = False
+    """Whether an agent took steps, and ended before the env."""
 
     @property
     def prompt(self) -> Sequence[Mapping[str, Any]]:

@@ -20,7 +20,7 @@ from offbeat.services.rollout.config import AgentRunner, CustomEnv, OnAgentError
 from offbeat.services.rollout.data.config import DataConfig
 from offbeat.services.rollout.episodes.transcript import Transcript
 from tests.fakes_rollout import HERE as FAKES
-from tests.fakes_rollout import CountingEnv, FakeGeneration
+from tests.fakes_rollout import BadEnv, CountingEnv, FakeGeneration
 from tests.services.reward.kinds.conftest import Service
 from tests.services.rollout.worker_bench import custom, group
 
@@ -169,23 +169,78 @@ class SilentEnv(CountingEnv):
         return observation, reward, terminated, truncated, {key: info[key] for key in info if key != "success"}
 
 
+class BreakingEnv(BadEnv):
+    """Fails before it reports success."""
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, _ = super().step(action)
+        return observation, reward, terminated, truncated, {}
+
+
+class SolvedEnv(CountingEnv):
+    """Reports success at its end alone."""
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, info = super().step(action)
+        own = {"success": True} if terminated else {}
+        return observation, reward, terminated, truncated, {"total": info["total"], **own}
+
+
+class ImpatientEnv(SilentEnv):
+    """Cuts its episodes."""
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, _, info = super().step(action)
+        return observation, reward, False, terminated, info
+
+
+SAYS_RIGHT = {"name": "right", "kind": "regex", "pattern": "Right"}
+
+
 @pytest.mark.parametrize(
-    ("env", "first", "success"),
+    ("env", "max_steps", "first", "success"),
     [
-        (HERE + "SilentEnv", SAYS_LEFT, 1.0),
-        (HERE + "SilentEnv", COUNT, None),
-        (FAKES + "CountingEnv", SAYS_LEFT, 0.0),
+        ("SilentEnv", 3, SAYS_LEFT, 1.0),
+        ("SilentEnv", 3, SAYS_RIGHT, 0.0),
+        ("SilentEnv", 3, COUNT, None),
+        ("SilentEnv", 2, SAYS_LEFT, None),
+        ("ImpatientEnv", 5, SAYS_LEFT, None),
+        ("SolvedEnv", 3, SAYS_RIGHT, 1.0),
+        ("SolvedEnv", 2, SAYS_LEFT, None),
+        ("CountingEnv", 2, SAYS_LEFT, 0.0),
     ],
 )
-async def test_success_is_the_envs_or_of_a_first_reward_that_is_a_share(
-    bench, left, env: str, first: dict[str, Any], success: float | None
+async def test_success_is_the_envs_or_of_a_first_reward_if_the_episode_was_not_cut(
+    bench, left, env: str, max_steps: int, first: dict[str, Any], success: float | None
 ):
-    """Two turns are too few for the env's own."""
-    rules = CustomEnv(env_type=env, max_steps=2, max_tokens_per_step=4, execution="inline")
+    """An env may report success at its end alone: whether a cut episode of it has one is not the first reward's to say."""
+    kind = (FAKES if env == "CountingEnv" else HERE) + env
+    rules = CustomEnv(env_type=kind, max_steps=max_steps, max_tokens_per_step=4, execution="inline")
     async with bench(*group(0, 1), generation=left, **scored(rules, first)) as b:
         await b.until_done(1)
     (played,) = b.buffer.submitted.values()
     assert played.metrics.get("success") == success
+
+
+@pytest.mark.parametrize(("agent_name", "success"), [("plays", 1.0), ("asks", 1.0), ("rates_itself", None)], ids=str)
+async def test_an_agent_that_leaves_its_env_before_the_end_has_no_success(
+    bench, left, agent_name: str, success: float | None
+):
+    """One that takes no step ends its episode by itself."""
+    env = CustomEnv(env_type=HERE + "SilentEnv", max_steps=5, max_tokens_per_step=4, execution="inline")
+    async with bench(*group(0, 1), generation=left, **scored(agent(agent_name, env), SAYS_LEFT)) as b:
+        await b.until_done(1)
+    (played,) = b.buffer.submitted.values()
+    assert (played.metrics.get("success"), played.metrics["reward/left"]) == (success, 1.0)
+
+
+async def test_an_episode_that_an_error_ended_before_its_env_reported_success_has_none(bench, left):
+    rules: dict[str, Any] = {"env_config": {"how": "raise"}, "on_env_error": OnEnvError(reward=-1.0)}
+    env = CustomEnv(env_type=HERE + "BreakingEnv", max_steps=5, max_tokens_per_step=4, execution="inline", **rules)
+    async with bench(*group(0, 1), generation=left, **scored(env, SAYS_LEFT)) as b:
+        await b.until_done(1)
+    (played,) = b.buffer.submitted.values()
+    assert (played.stop_reason, "success" in played.metrics) == (StopReason.ERROR, False)
 
 
 async def test_an_episode_that_an_envs_error_ended_is_not_scored(bench, left):
