@@ -132,7 +132,7 @@ class EpisodeSession:
         self._undelivered: dict[int, tuple[ChatMessage, ...]] = {}
         """Messages of calls, by answer."""
         self._last: tuple[int, tuple[ChatMessage, ...]] | None = None
-        """Newest delivered answer, and the messages of its call."""
+        """Newest delivered or continued answer, and the messages of its call."""
 
     @property
     def is_chat(self) -> bool:
@@ -187,6 +187,7 @@ class EpisodeSession:
                 task.cancel()
         replies = [self._record(prompt, completion, request) for completion in completions]
         self._undelivered.update((reply.node, messages) for reply in replies)
+        self._note_received(prompt.parent)
         return replies
 
     async def count_tokens(self, request: ModelRequest) -> int:
@@ -203,9 +204,14 @@ class EpisodeSession:
         if not self.closed:
             for reply in replies:
                 self.tree.nodes[reply.node].delivered = True
-                messages = self._undelivered.pop(reply.node, ())
-                if self._last is None or reply.node > self._last[0]:
-                    self._last = reply.node, messages
+                self._note_received(reply.node)
+                self._undelivered.pop(reply.node, None)
+
+    def _note_received(self, number: int) -> None:
+        """Make an answer that the agent has the end of `conversation`, unless a newer one is."""
+        messages = self._undelivered.get(number)
+        if messages is not None and (self._last is None or number > self._last[0]):
+            self._last = number, messages
 
     def fail(self, error: Exception) -> None:
         self.failure = self.failure or error

@@ -218,6 +218,20 @@ async def test_an_answer_that_a_later_call_quotes_did_arrive(plain: ChatTemplate
     assert session.close().metrics["masked_answers"] == 0
 
 
+async def test_the_conversation_ends_with_the_newest_answer_that_arrived(plain: ChatTemplate):
+    """Also if the agent closed the stream once it had the text, and continued it."""
+    session = session_of(Scripted(plain, ["one", "two", "three"]))
+    (first,) = await session.answer(ModelRequest((user("a"),)))
+    assert session.conversation == ()
+    history = (user("a"), first.message, user("b"))
+    (second,) = await session.answer(ModelRequest(history))
+    assert (session.conversation, session.is_chat) == ((user("a"), first.message), True)
+    await session.answer(ModelRequest((*history, second.message, user("c"))))
+    session.deliver([first])
+    assert session.conversation == (*history, second.message)
+    assert len(session.close().turns) == 2
+
+
 async def test_a_template_that_drops_thoughts_gives_a_segment_for_each_answer(forgetful: ChatTemplate):
     policy = Scripted(forgetful, ["<think>hm</think>one", "<think>so</think>two"])
     session = session_of(policy)
