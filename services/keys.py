@@ -95,6 +95,11 @@ class RunKeys:
         return self.key("metrics")
 
     @property
+    def trimmed_metrics(self) -> str:
+        """List: `FIRST NEXT`, ids that bound a stretch of records that were trimmed, and maybe not copied."""
+        return self.key("metrics", "trimmed")
+
+    @property
     def writers(self) -> str:
         """Hash: writer -> number of its newest write by `RunWrites.once`."""
         return self.key("writers")

@@ -349,7 +349,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("trackers", "{tracker}/failures", "failures", "Times that a tracker accepted no rows."),
     Metric("trackers", "{tracker}/refused", "rows", "Rows that a tracker rejected for good."),
     Metric(
-        "trackers", "metrics_lost_s", "s", "Time whose records Redis trimmed or lost before `metrics.jsonl` had them."
+        "trackers", "metrics_lost_s", "s", "Time whose records were trimmed in Redis before `metrics.jsonl` had them."
     ),
     Metric("command", "began", "s", "Start of the command (Unix time)."),
 )

@@ -21,6 +21,8 @@ from offbeat.services.text_samples import TextSample, sample_from_row, sample_to
 
 MAX_METRIC_RECORDS = 500_000
 """In Redis, while no learner copies them to `metrics.jsonl`."""
+TRIMMED_AT_ONCE = 1000
+"""As soon as so many more are there."""
 KEPT_METRIC_RECORDS = 200_000
 """In Redis, of those that are in `metrics.jsonl`."""
 CHATTY_LOGGERS = ("httpx", "httpcore")
@@ -136,15 +138,41 @@ class MetricsSink(Protocol):
         ...
 
 
-_ENTRY = ("MAXLEN", "~", MAX_METRIC_RECORDS, "*", "r")
+_ENTRY = ("*", "r")
 """Arguments of XADD."""
+IDLE_S = 10.0
+"""Workers and replicas write a record each second: after so long without any, nobody wrote."""
+
+
+def _trim_noted() -> str:
+    """Return Lua that bounds the stream, and notes when the records that it trims were written."""
+    return f"""
+local length = redis.call('XLEN', KEYS[3])
+if length >= {MAX_METRIC_RECORDS + TRIMMED_AT_ONCE} then
+  local noted, entries = KEYS[3] .. ':trimmed', redis.call('XRANGE', KEYS[3], '-', '+', 'COUNT', {TRIMMED_AT_ONCE + 1})
+  local function to_ms(id) return tonumber(string.match(id, '^%d+')) end
+  local id = entries[1][1]
+  local first, next_id = string.match(redis.call('LINDEX', noted, -1) or '', '^(%S+) (%S+)$')
+  if next_id == id then redis.call('RPOP', noted) else first = id end
+  for i = 2, #entries do
+    local later = entries[i][1]
+    if to_ms(later) - to_ms(id) > {1000 * IDLE_S:.0f} then
+      redis.call('RPUSH', noted, first .. ' ' .. id)
+      first = later
+    end
+    id = later
+  end
+  redis.call('RPUSH', noted, first .. ' ' .. id)
+  redis.call('XTRIM', KEYS[3], 'MAXLEN', length - {TRIMMED_AT_ONCE})
+end
+"""
 
 
 class RedisMetrics:
     def __init__(self, redis: Redis, run_id: str, uid: str = "") -> None:
         self._redis = redis
-        self._key = RunKeys(run_id).metrics
-        self._write = RunWrites(redis, run_id, uid)
+        self._key, self._trimmed_key = RunKeys(run_id).metrics, RunKeys(run_id).trimmed_metrics
+        self._write = RunWrites(redis, run_id, uid, _trim_noted())
 
     def append(self, record: MetricRecord, once: str = "") -> None:
         if once:
@@ -159,14 +187,16 @@ class RedisMetrics:
         for entry_id, encoded in self.read_encoded(after, block_ms=block_ms, count=count):
             yield entry_id, decode_record(encoded)
 
-    def seconds_missing(self, after: str) -> float | None:
-        """Return the time between `after` and the oldest record, if Redis may have trimmed or lost records in between."""
-        if self._redis.xrange(self._key, max=after, count=1):
-            return None  # trimming starts with the oldest
-        oldest = cast(list[Any], self._redis.xrange(self._key, count=1))
-        if not oldest:
-            return None
-        return (int(oldest[0][0].partition(b"-")[0]) - int(after.partition("-")[0])) / 1000
+    def seconds_trimmed(self, after: str) -> float:
+        """Return the time of the records after `after` that were trimmed, without time in which nobody wrote."""
+        stretches = [each.split() for each in cast(list[bytes], self._redis.lrange(self._trimmed_key, 0, -1))]
+        copied_ms = _to_ms(after.encode())
+        lost_ms = (_to_ms(next_id) - max(_to_ms(first), copied_ms) for first, next_id in stretches)
+        return sum(max(0, each) for each in lost_ms) / 1000
+
+    def forget_trimmed(self) -> None:
+        """Forget which records were trimmed, once they are reported."""
+        self._write("DEL", self._trimmed_key)
 
     def trim(self, kept: int) -> None:
         self._redis.xtrim(self._key, maxlen=kept)
@@ -181,11 +211,15 @@ class RedisMetrics:
                 yield entry_id.decode(), fields[b"r"]
 
 
+def _to_ms(entry_id: bytes) -> int:
+    return int(entry_id.partition(b"-")[0])
+
+
 class AsyncRedisMetrics:
     def __init__(self, redis: AsyncRedis, run_id: str, uid: str = "") -> None:
         self._redis = redis
         self._key = RunKeys(run_id).metrics
-        self._write = AsyncRunWrites(redis, run_id, uid)
+        self._write = AsyncRunWrites(redis, run_id, uid, _trim_noted())
 
     async def append(self, record: MetricRecord) -> None:
         await self._write.once("XADD", self._key, *_ENTRY, encode_record(record))

@@ -27,7 +27,6 @@ local number = tonumber(ARGV[4])
 if number > 0 and number <= tonumber(redis.call('HGET', KEYS[4], ARGV[3]) or 0) then return 1 end
 redis.call(ARGV[5], KEYS[3], unpack(ARGV, 6))
 if number > 0 then redis.call('HSET', KEYS[4], ARGV[3], number) end
-return 1
 """
 
 
@@ -64,11 +63,11 @@ class _Refusals:
 
 
 class RunWrites(_Refusals):
-    """Synchronous writes. uid: empty for a run without a record."""
+    """Synchronous writes. uid: empty for a run without a record. after: Lua that follows each write, to `KEYS[3]`."""
 
-    def __init__(self, redis: Redis, run_id: str, uid: str = "") -> None:
+    def __init__(self, redis: Redis, run_id: str, uid: str = "", after: str = "") -> None:
         super().__init__(run_id, uid)
-        self._script = redis.register_script(_WRITE)
+        self._script = redis.register_script(f"{_WRITE}{after}return 1\n")
         self._lock = threading.Lock()
         """Held while a numbered write is sent: a later number would overtake it."""
 
@@ -95,9 +94,9 @@ class RunWrites(_Refusals):
 class AsyncRunWrites(_Refusals):
     """Asynchronous `RunWrites`."""
 
-    def __init__(self, redis: AsyncRedis, run_id: str, uid: str = "") -> None:
+    def __init__(self, redis: AsyncRedis, run_id: str, uid: str = "", after: str = "") -> None:
         super().__init__(run_id, uid)
-        self._script = redis.register_script(_WRITE)
+        self._script = redis.register_script(f"{_WRITE}{after}return 1\n")
         self._lock = asyncio.Lock()
 
     async def __call__(self, command: str, key: str, *arguments: Any) -> bool:

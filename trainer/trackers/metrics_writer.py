@@ -87,7 +87,7 @@ class MetricsWriter(Follower):
     def _write_until_stopped(self, trackers: Sequence["_GuardedTracker"]) -> None:
         with closing(MetricsFile(self._output_dir / METRICS_FILE)) as file:
             position = file.position
-            self._is_gap_checked = position == "0"
+            self._is_gap_checked = False
             # A write that was cut short has kept its first lines, which are not read again
             self._send([each for each in self._unsent if id_order(each[0]) <= id_order(position)], trackers)
             while True:
@@ -124,14 +124,17 @@ class MetricsWriter(Follower):
         return position, count
 
     def _report_gap(self, position: str) -> None:
-        """Report records after `position` that Redis no longer has, as a record of their own; once per position."""
+        """Report records after `position` that were trimmed, as a record of their own; once per position."""
         if self._is_gap_checked:
             return
-        missing_s = self._stream.seconds_missing(position)
-        if missing_s is not None and missing_s >= MIN_GAP_S:
-            logger.warning("metric records of %.0f s are missing: Redis trimmed or lost them uncopied", missing_s)
-            record = MetricRecord("trackers", {"metrics_lost_s": Partial("sum", missing_s)})
+        lost_s = self._stream.seconds_trimmed(position)
+        if lost_s >= MIN_GAP_S:
+            logger.warning(
+                "metric records of %.0f s are missing: they were trimmed in Redis before they were copied", lost_s
+            )
+            record = MetricRecord("trackers", {"metrics_lost_s": Partial("sum", lost_s)})
             self._stream.append(record, once=f"metrics lost after {position}")
+            self._stream.forget_trimmed()
         self._is_gap_checked = True
 
     def _trim(self) -> None:

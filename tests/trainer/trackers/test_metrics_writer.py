@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
+from offbeat.services import telemetry
 from offbeat.services.buffer.learner_client import RedisLearnerBuffer
 from offbeat.services.jsonl import LinesFile
 from offbeat.services.keys import RunKeys
@@ -314,28 +315,58 @@ def test_a_promoted_redis_whose_clock_is_behind_continues_the_file(redis_url: st
     assert [row["step"] for row in read_records(tmp_path / "metrics.jsonl")] == [7, 8]
 
 
-def test_records_that_redis_trimmed_uncopied_are_reported_once(redis_url: str, tmp_path: Path) -> None:
+def lost(folder: Path) -> list[dict[str, float]]:
+    return [row["values"] for row in rows(folder) if row["source"] == "trackers"]
+
+
+def test_time_without_writers_is_not_lost(redis_url: str, tmp_path: Path) -> None:
+    """A stopped run is resumed with another Redis: all of its records had been copied."""
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.write(f"{int(time.time() * 1000) - 86_400_000}-0", record(7, 0.0))
+    file.close()
+    with Redis.from_url(redis_url) as redis:
+        RedisMetrics(redis, "run").append(record(8, 1.0))
+        with MetricsWriter(redis, "run", tmp_path, [], 0):
+            pass
+    assert [row["step"] for row in rows(tmp_path)] == [7, 8]
+    assert lost(tmp_path) == []
+
+
+def test_records_that_redis_trimmed_uncopied_are_reported_once(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The learner was away for longer than the stream reaches back."""
+    monkeypatch.setattr(telemetry, "MAX_METRIC_RECORDS", 30)
+    monkeypatch.setattr(telemetry, "TRIMMED_AT_ONCE", 10)
     with Redis.from_url(redis_url) as redis:
         sink, key = RedisMetrics(redis, "run"), RunKeys("run").metrics
         with MetricsWriter(redis, "run", tmp_path, [], 0):
-            sink.append(record(1, 0.25))
-        copied_ms = int(rows(tmp_path)[0]["id"].partition("-")[0])
-        for age_s in (100, 200, 300):
-            blob = redis.xrange(key, count=1)[0][1][b"r"]  # pyright: ignore[reportIndexIssue]
-            redis.xadd(key, {"r": blob}, id=f"{copied_ms + 1000 * age_s}-0")
+            sink.append(record(0, 0.25))
+        at_s = int(rows(tmp_path)[0]["id"].partition("-")[0]) // 1000
+
+        def write(seconds: range) -> None:
+            for second in seconds:
+                monkeypatch.setattr(telemetry, "_ENTRY", (f"{1000 * (at_s + second)}-0", "r"))
+                sink.append(record(1, 0.25))
+
+        write(range(1, 35))
         with MetricsWriter(redis, "run", tmp_path, [], 0):
             pass
-        assert len(rows(tmp_path)) == 4, "nothing is missing as long as the copied one is there"
-        redis.xadd(key, {"r": blob}, id=f"{copied_ms + 400_000}-0")
-        redis.xadd(key, {"r": blob}, id=f"{copied_ms + 500_000}-0")
-        redis.xtrim(key, maxlen=1, approximate=False)
+        write(range(35, 45))
+        with MetricsWriter(redis, "run", tmp_path, [], 0):
+            pass
+        assert redis.xlen(key) == 35, "ten are trimmed, which had been copied"
+        assert len(rows(tmp_path)) == 45
+        assert lost(tmp_path) == []
+        write(range(100_000, 100_025))
+        write(range(200_000, 200_045))
+        assert redis.xlen(key) == 35
+        monkeypatch.setattr(telemetry, "_ENTRY", (f"{1000 * (at_s + 300_000)}-0", "r"))
         for _ in range(2):
             with MetricsWriter(redis, "run", tmp_path, [], 0):
                 pass
-    lost = [row for row in rows(tmp_path) if row["source"] == "trackers"]
-    assert [row["values"] for row in lost] == [{"metrics_lost_s": 200.0}]
-    assert len(rows(tmp_path)) == 6
+    assert lost(tmp_path) == [{"metrics_lost_s": 24.0 + 10.0}], "without the times between the stretches"
+    assert len(rows(tmp_path)) == 45 + 35 + 1
 
 
 def test_copied_records_leave_redis_and_others_do_not(
