@@ -75,6 +75,10 @@ class FakeEngine:
         del prompt
         return ""
 
+    async def stops_problem(self, sampling: Sampling) -> str:
+        del sampling
+        return ""
+
 
 async def start(max_adapters: int = 1) -> tuple[FakeEngine, VllmAdapterEngine]:
     """Return the engine with adapter `a` at version 1."""
