@@ -139,7 +139,8 @@ class EpisodePlayer:
             )
 
     def _sampling(self, task: EpisodeTask) -> Sampling:
-        sampling = self._samplings[BASELINE if task.is_baseline else task.sampling_name]
+        is_baseline = task.is_baseline and task.sampling_name == "greedy"
+        sampling = self._samplings[BASELINE if is_baseline else task.sampling_name]
         return sampling if task.temperature is None else replace(sampling, temperature=task.temperature)
 
     def _sampler(self, task: EpisodeTask, sampling: Sampling, *, continues: bool) -> EpisodeSampler:
