@@ -68,6 +68,9 @@ class OpenAISampler:
         reason = FinishReason.LENGTH if is_cut else FinishReason.STOP
         return Completion("", ids, (0.0,) * len(ids), (VersionSpan(0, len(ids), 0),), reason)
 
+    async def close(self) -> None:
+        await self._http.aclose()
+
     def _first_model(self) -> str:
         path = "/models"
         try:

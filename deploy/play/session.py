@@ -88,18 +88,21 @@ async def collect(
         raise ConfigError([ConfigIssue("--out", problem)])
     target = build_target(config, next(iter(config.custom_envs)), request.kind)
     if endpoint is not None:
-        agents = [tag for tag in manager.tags_of(config.custom_envs) if config.custom_envs[tag].agent_runner]
-        for tag in (*calling_tags, *agents):
-            problem = f"{tag} has functions or an agent of its own, whose calls an endpoint's texts would not be"
+        tags = manager.tags_of(config.custom_envs)
+        if calling := [tag for tag in tags if tag in with_functions or config.custom_envs[tag].agent_runner]:
+            problem = f"{calling[0]} has functions or an external agent, which need the policy's own calls"
             raise ConfigError([ConfigIssue("--agent openai", problem)])
-        longest = max(config.custom_envs[tag].max_tokens_per_step for tag in manager.tags_of(config.custom_envs))
+        longest = max(config.custom_envs[tag].max_tokens_per_step for tag in tags)
         limits = {
             "temperature": target.temperature,
             "top_p": target.top_p,
             "max_tokens": min(target.max_new_tokens, longest),
         }
         sample = OpenAISampler(*endpoint, chat, stop=target.stop_strings, **limits)
-        result = await run_episodes(config, request, chat, sample, progress, counts_tokens=False)
+        try:
+            result = await run_episodes(config, request, chat, sample, progress, counts_tokens=False)
+        finally:
+            await sample.close()
         return CollectedEpisodes(result, chat)
     sample = None if folder is None else load_sampler(folder, chat, target, request.seed)
     runtime = _random_runtime(config, chat) if folder is None else runtime_for(config.custom_envs, folder)

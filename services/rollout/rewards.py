@@ -43,7 +43,7 @@ class EpisodeRewards:
     def __init__(
         self, config: RewardsConfig, scorer: RewardScorer, chat: ChatFormat, columns: DatasetColumns | None = None
     ) -> None:
-        """columns: of the rows that all episodes answer; None: episodes of envs, which may tell a row."""
+        """columns: of the rows that all episodes answer; None: episodes of envs, which may give a row."""
         self._config = config
         self._chat = chat
         self._columns = columns

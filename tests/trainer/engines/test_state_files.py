@@ -2,7 +2,7 @@
 
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.engines.base import TrainEngine
 from offbeat.trainer.engines.deepspeed import DeepSpeedEngine
 from offbeat.trainer.engines.fsdp2 import FSDP2Engine
-from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
+from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.engines.state_files import METADATA, StateFileError, StatePlanner, StateReader, load_tensors
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.tiny import write_tiny_policy
@@ -35,13 +35,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("policy")
     write_tiny_policy(path, TinyPolicyConfig(num_hidden_layers=1), ["a", "b", "c", "d"])
     return path
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    torch.set_num_threads(1)
-    with process_group(alone := ranks_of_environment("cpu")):
-        yield alone
 
 
 @pytest.fixture
