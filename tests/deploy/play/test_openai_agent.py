@@ -2,7 +2,6 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from offbeat.services.chat.template import ChatTemplate
 from offbeat.services.gateway.server import Gateway
 from offbeat.services.gateway.session import EpisodeSession, SessionLimits
 from offbeat.services.messages.types import Completion, VersionSpan
+from tests.json_server import json_server
 from tests.services.gateway.templates import PLAIN, chat_template
 
 
@@ -97,52 +97,30 @@ class Walker:
     """An endpoint that walks right and then down, by the number of answers in a request."""
 
     def __init__(self) -> None:
-        self.requests: list[dict[str, Any]] = []
+        self.requests: list[Any] = []
         self.errors: list[int] = []
         self.stop_reason: str | int | None = None
         self.finish_reason = "stop"
-        outer = self
+        self.url = ""
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self._reply(200, {"data": [{"id": "walker"}]})
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                if outer.errors:
-                    self._reply(outer.errors.pop(), {"error": "busy"})
-                    return
-                outer.requests.append(body)
-                answers = sum(message["role"] == "assistant" for message in body["messages"])
-                message = {"content": ("Right", "Down")[answers % 2]}
-                ended = {"stop_reason": outer.stop_reason, "finish_reason": outer.finish_reason}
-                self._reply(200, {"choices": [{"message": message, **ended}]})
-
-            def _reply(self, status: int, body: Any) -> None:
-                data = json.dumps(body).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_: object) -> None: ...
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+    def answer(self, request: Any) -> tuple[int, Any]:
+        if request is None:
+            return 200, {"data": [{"id": "walker"}]}
+        if self.errors:
+            return self.errors.pop(), {"error": "busy"}
+        self.requests.append(request)
+        answers = sum(message["role"] == "assistant" for message in request["messages"])
+        message = {"content": ("Right", "Down")[answers % 2]}
+        ended = {"stop_reason": self.stop_reason, "finish_reason": self.finish_reason}
+        return 200, {"choices": [{"message": message, **ended}]}
 
 
 @pytest.fixture
 def walker() -> Iterator[Walker]:
-    server = Walker()
-    yield server
-    server.close()
+    walker = Walker()
+    with json_server(walker.answer) as origin:
+        walker.url = f"{origin}/v1"
+        yield walker
 
 
 def rollout(out: Path, *arguments: object) -> tuple[int, str]:

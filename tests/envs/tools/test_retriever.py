@@ -1,10 +1,8 @@
 """The search tool with a retrieval server, over real sockets."""
 
 import json
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -12,6 +10,7 @@ import pytest
 from offbeat.envs import registry
 from offbeat.envs.tools import retriever
 from offbeat.envs.tools.tool_calls import SearchTool
+from tests.json_server import json_server
 
 PASSAGES = [
     {"document": {"contents": '"Paris"\nParis is the capital of France.'}, "score": 0.9},
@@ -21,41 +20,26 @@ PASSAGES = [
 
 
 class Server:
-    """Answers as it is told, and keeps the requests."""
+    """A retrieval server that keeps the requests."""
 
     def __init__(self) -> None:
-        self.requests: list[dict[str, Any]] = []
+        self.requests: list[Any] = []
         self.status, self.body, self.delay_s = 200, json.dumps({"result": [PASSAGES]}).encode(), 0.0
-        outer = self
+        self.url = ""
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                outer.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                time.sleep(outer.delay_s)
-                self.send_response(outer.status)
-                self.send_header("Content-Length", str(len(outer.body)))
-                self.end_headers()
-                self.wfile.write(outer.body)
-
-            def log_message(self, *_: object) -> None: ...
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/retrieve"
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+    def answer(self, request: Any) -> tuple[int, bytes]:
+        self.requests.append(request)
+        time.sleep(self.delay_s)
+        return self.status, self.body
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
     retriever.check_server.cache_clear()
     server = Server()
-    yield server
-    server.close()
+    with json_server(server.answer) as origin:
+        server.url = f"{origin}/retrieve"
+        yield server
 
 
 def tool(server: Server, **settings: Any) -> SearchTool:
@@ -99,11 +83,12 @@ def test_failures_are_shown_to_the_policy(server: Server, status: int, body: byt
 
 
 def test_a_slow_server_and_one_that_is_gone(server: Server) -> None:
-    searching = tool(server, timeout_s=60.0).open()
+    searching = tool(server, timeout_s=60.0)
     server.delay_s = 2.0
     assert searching.use("Paris", 0.2).text == "the search failed: timed out"
-    server.close()
-    assert "refused" in searching.use("Paris", 5.0).text
+    with json_server(server.answer) as gone:
+        pass
+    assert "refused" in searching.model_copy(update={"url": gone}).use("Paris", 5.0).text
 
 
 def test_an_env_is_not_made_without_its_server(server: Server) -> None:
