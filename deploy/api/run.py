@@ -257,8 +257,9 @@ def _remove_if_ended(workspace: Path, process: "subprocess.Popen[bytes]") -> Non
 
 
 def _is_alive(process: psutil.Process) -> bool:
-    """Return whether a process has not ended; a run's folder is free a little earlier."""
+    """Return whether a thread of a process has not ended; a run's folder is free a little earlier."""
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        ended = process.status() == psutil.STATUS_ZOMBIE and process.num_threads() == 1  # the main thread may end first
+        return process.is_running() and not ended
     except psutil.NoSuchProcess:
         return False

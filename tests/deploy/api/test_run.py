@@ -1,4 +1,5 @@
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -54,3 +55,24 @@ def test_a_run_over_rest_without_records_of_a_command_takes_time(run: Run):
     append_records(run.folder, *(replace(step_record(step, reward=0.5), time=100.0 * step) for step in (1, 2, 3)))
     history = run._history()
     assert [history.seconds(step.time) for step in history.steps.newest()] == [0.0, 100.0, 200.0]
+
+
+def test_a_run_is_stopped_when_its_last_thread_has_ended(run: Run):
+    """A process whose main thread has ended is a zombie, yet can not be reaped."""
+    says = """
+import ctypes, sys, threading, time
+from pathlib import Path
+from offbeat.deploy.run_folder import locked
+try:
+    with locked(Path(sys.argv[1])):
+        print("locked", flush=True)
+        time.sleep(60)
+except KeyboardInterrupt:
+    threading.Thread(target=time.sleep, args=(1,)).start()
+    ctypes.CDLL(None).pthread_exit(None)
+"""
+    with subprocess.Popen([sys.executable, "-c", says, str(run.folder)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"locked\n"
+        run.stop(timeout_s=30)
+        assert process.poll() is not None

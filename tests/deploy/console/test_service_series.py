@@ -1,6 +1,5 @@
 """Series of services stay small, and lose neither a step's mean nor an extreme."""
 
-import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ from offbeat.deploy.console.series import SeriesIndex
 from offbeat.deploy.console.service_series import MAX_BUCKETS, MAX_ROWS, ServiceSeries
 from offbeat.services.telemetry import MetricRecord, Partial
 from offbeat.trainer.trackers.metrics_file import METRICS_FILE, MetricsFile
+from tests.memory import measure_memory
 
 RECORDS = 100_000
 PER_STEP = 300
@@ -30,16 +30,15 @@ def make(values: np.ndarray, per_step: int = PER_STEP) -> ServiceSeries:
 
 
 def test_memory_does_not_grow_with_the_records_of_a_step() -> None:
-    series, sizes = ServiceSeries(), list[int]()
-    tracemalloc.start()
-    try:
-        for half in range(3):
-            for i in range(4 * MAX_ROWS):
-                series.add(1, 4.0 * MAX_ROWS * half + i, 8, {"a": float(i), "b": 2.0, "c": 3.0})
-            sizes.append(tracemalloc.get_traced_memory()[0])
-    finally:
-        tracemalloc.stop()
-    assert sizes[2] < 1.1 * sizes[1]
+    def make_series(num_records: int) -> ServiceSeries:
+        series = ServiceSeries()
+        for i in range(num_records):
+            series.add(1, float(i), 8, {"a": float(i), "b": 2.0, "c": 3.0})
+        return series
+
+    shorter, longer = (measure_memory(lambda n=n: make_series(n * MAX_ROWS))[0] for n in (8, 12))
+    assert longer < 1.1 * shorter
+    series = make_series(12 * MAX_ROWS)
     assert len(series.points("a", "step").x) <= MAX_BUCKETS + MAX_ROWS
 
 

@@ -1,6 +1,5 @@
 """Measures of runs whose truth is known."""
 
-import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from offbeat.trainer.trackers.metrics_file import METRICS_FILE, MetricsFile
 from tests.copying import replace
 from tests.deploy.console.folders import write_run
 from tests.fakes import make_trajectory
+from tests.memory import measure_memory
 from tests.paths import QUICKSTART
 
 ENV_S, FIXED_S, SLOPE_S = 0.06, 0.01, 0.002
@@ -256,14 +256,9 @@ def test_of_the_records_of_a_long_run_only_what_is_measured_is_held(tmp_path: Pa
         values = others | {name: Partial("last", value) for name, value in row.values.items()}
         file.write(f"{number}-0", MetricRecord(row.source, values, row.step, dict(row.labels), row.time))
     file.close()
-    tracemalloc.start()
-    try:
-        rows = list(read_rows(tmp_path / METRICS_FILE))
-        held = tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
+    rows = list(read_rows(tmp_path / METRICS_FILE))
     assert len(rows) == 6006
-    assert held < 700 * len(rows)
+    assert measure_memory(lambda: list(read_rows(tmp_path / METRICS_FILE)))[0] < 700 * len(rows)
     assert (
         measure(rows, []).measures.turn_s == measure([*step_rows(), *rollout_rows([4, 8] * 1000)], []).measures.turn_s
     )

@@ -3,7 +3,6 @@
 import json
 import os
 import time
-import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from offbeat.trainer.trackers import metrics_writer
 from offbeat.trainer.trackers.base import LoggedSteps
 from offbeat.trainer.trackers.metrics_file import MetricsFile, read_records
 from offbeat.trainer.trackers.metrics_writer import MetricsWriter
+from tests.memory import measure_memory
 from tests.services.buffer.buffer_play import next_epoch
 from tests.waiting import wait_until_sync
 
@@ -120,12 +120,8 @@ def test_a_long_file_is_read_in_little_memory(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with path.open("w") as file:
         file.writelines(f'{{"id": "{number}-0", "source": "rollout"}}\n' for number in range(1, 100_001))
-    tracemalloc.start()
-    try:
-        assert sum(1 for _ in read_records(path)) == 100_000
-        assert tracemalloc.get_traced_memory()[1] < 4_000_000
-    finally:
-        tracemalloc.stop()
+    assert sum(1 for _ in read_records(path)) == 100_000
+    assert measure_memory(lambda: sum(1 for _ in read_records(path)))[1] < 4_000_000
 
 
 def test_a_malformed_record_is_left_out_alone(redis_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
