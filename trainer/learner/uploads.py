@@ -85,12 +85,14 @@ class CheckpointUploads:
             self.report()
             with self._changed:
                 if not self._waiting:
-                    return True
+                    break
                 step = int(self._waiting[0].name.removeprefix(PREFIX))
                 self._changed.wait(POLL_S)
             if time.monotonic() > deadline or should_stop():
                 return False
             self._reporter.set_activity("upload", step=step)
+        self.report()  # what ended since the last report
+        return True
 
     def finish(self, timeout_s: float, should_stop: Callable[[], bool]) -> None:
         """Wait for all uploads, after a stop no longer than the host does; raises `FencedError`."""

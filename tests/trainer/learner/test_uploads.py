@@ -45,6 +45,15 @@ class Uploading:
     def total(self, name: str) -> float:
         return sum(record.values[name].total for record in self.sink.records if name in record.values)
 
+    def end(self) -> None:
+        """End a thread that would try again, and warn, during later tests."""
+
+        def refuse(_: Path) -> None:
+            raise FencedError("the test is over")
+
+        self.uploads._upload = refuse
+        wait_until_sync(lambda: self.uploads._fenced is not None)
+
 
 @pytest.mark.usefixtures("s3")
 def test_a_local_copy_goes_after_its_upload_and_the_best_stays_in_the_store(tmp_path: Path) -> None:
@@ -113,7 +122,8 @@ def test_a_successor_uploads_what_was_left_and_nothing_twice(tmp_path: Path) -> 
 def test_a_stop_ends_the_wait_of_a_finished_run_for_a_store_that_is_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offbeat.trainer.learner.uploads.STOP_TIMEOUT_S", 0.3)
+    for name, value in {"STOP_TIMEOUT_S": 0.3, "FIRST_RETRY_S": 0.2, "LONGEST_RETRY_S": 0.2}.items():
+        monkeypatch.setattr(f"offbeat.trainer.learner.uploads.{name}", value)
     with s3_bucket() as port:
         learner = Uploading(tmp_path, f"s3://{BUCKET}/stopped/run")
         learner.remote.take_over()
@@ -124,3 +134,4 @@ def test_a_stop_ends_the_wait_of_a_finished_run_for_a_store_that_is_down(
     learner.uploads.finish(900.0, lambda: time.monotonic() > began + 0.5)
     assert 0.7 < time.monotonic() - began < 30.0
     assert not learner.uploads.wait(0.0)
+    learner.end()
