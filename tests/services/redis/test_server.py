@@ -36,7 +36,7 @@ def process_exists(pid: int) -> bool:
     """Zombies do not count: a container without an init does not reap them."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it is reaped between opening and reading
         return False
 
 

@@ -51,7 +51,7 @@ KINDS = ("inline", "thread", "process")
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it is reaped between opening and reading
         return False
 
 
