@@ -69,9 +69,10 @@ async def test_a_claimed_group_is_what_the_learner_takes(run: Run):
 
 async def test_the_group_of_a_dead_scorer_is_scored_by_another_and_once(run: Run):
     await run.complete_groups(1)
-    dead, other = queue(run, "dead", lease_s=0.2), queue(run, "other")
+    dead, other = queue(run, "dead"), queue(run, "other")
     assert claimed(dead) == 0
     assert claimed(other) is None
+    assert queue(run, "dead", lease_s=0.05).renew(0), "the rest of its lease"
     wait_until_sync(lambda: claimed(other) == 0)
     assert not dead.renew(0)
     assert other.submit(0, VALUES)
@@ -83,10 +84,9 @@ async def test_a_renewed_claim_outlives_its_lease(run: Run):
     await run.complete_groups(1)
     slow, other = queue(run, "slow", lease_s=0.3), queue(run, "other")
     assert claimed(slow) == 0
-    for _ in range(4):
-        assert slow.renew(0)
-        threading.Event().wait(0.1)
-        assert claimed(other) is None
+    assert queue(run, "slow", lease_s=30.0).renew(0)
+    threading.Event().wait(0.4)
+    assert claimed(other) is None
 
 
 async def test_scores_go_with_their_group(run: Run):
