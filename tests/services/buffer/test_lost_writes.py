@@ -122,7 +122,9 @@ class World:
 
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[World]:
-    with EmbeddedRedis(tmp_path / "redis", RedisConfig()) as server, connect(server.url) as redis:
+    # With everysec, a write during a sync of the disk is answered before it is in the file that `copy` reads.
+    config = RedisConfig(appendfsync="always")
+    with EmbeddedRedis(tmp_path / "redis", config) as server, connect(server.url) as redis:
         configure_buffer(redis, RUN, LIMITS)
         publish(redis, 0)
         client = connect_async(server.url, run_id=RUN)
