@@ -20,7 +20,7 @@ from offbeat.services.weights.transports.base import owner_of
 from tests.integration.ray_cluster import RayCluster
 from tests.integration.tinker_client import adapter, are_equal, create, sample, train
 from tests.paths import ROOT
-from tests.waiting import wait_until_sync
+from tests.waiting import PATIENCE_S, wait_until_sync
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
 
@@ -115,7 +115,7 @@ def test_deploy_file_works_as_it_is(cluster: RayCluster):
     wait_until_sync(lambda: set(cluster.status().values()) == {"RUNNING"}, timeout_s=120, every_s=0.5)
     token = cluster.folder / TOKEN_FILE
     assert (token.stat().st_mode & 0o777, token.parent.stat().st_mode & 0o777) == (0o600, 0o700)
-    assert httpx.get(f"{cluster.url}/runs", trust_env=False).status_code == 401
+    assert httpx.get(f"{cluster.url}/runs", trust_env=False, timeout=PATIENCE_S).status_code == 401
     assert cluster.living(token.read_text().strip()) == []
 
     assert cluster.living(*TINKER) == [], "its model was not requested"
@@ -129,7 +129,9 @@ def test_deploy_file_works_as_it_is(cluster: RayCluster):
     reached = step(cluster, "quickstart")
     wait_until_sync(lambda: step(cluster, "quickstart") >= reached + 3, timeout_s=120, every_s=0.2)
     assert [process.pid for process in cluster.living(*OURS)] == before
-    assert httpx.get(f"{cluster.url}/runs", trust_env=False).status_code == 401, "the token is still required"
+    assert httpx.get(f"{cluster.url}/runs", trust_env=False, timeout=PATIENCE_S).status_code == 401, (
+        "the token is still required"
+    )
 
     cluster.serve("shutdown", "-y")
     wait_until_sync(lambda: cluster.living(*OURS) == [], timeout_s=120, every_s=0.5)

@@ -44,7 +44,7 @@ from tests.integration.tinker_client import (
     sample,
     train,
 )
-from tests.waiting import wait_until_sync
+from tests.waiting import PATIENCE_S, wait_until_sync
 
 KEY, OTHER_KEY = "tml-one", "tml-other"
 
@@ -101,7 +101,7 @@ def test_every_sampled_token_has_its_version(server: RunningServer, service: tin
     train(client, 3)
     path = client.save_weights_for_sampler("sampled").result().path
     session = service.holder.get_session_id()
-    with httpx.Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": KEY}) as http:
+    with httpx.Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": KEY}, timeout=PATIENCE_S) as http:
         body = {"session_id": session, "sampling_session_seq_id": 999, "model_path": path}
         sampler_id = http.post("/create_sampling_session", json=body).json()["sampling_session_id"]
         prompt = {"chunks": [{"type": "encoded_text", "tokens": [4, 5]}]}
@@ -282,9 +282,9 @@ def test_a_run_with_kills_ends_as_the_same_commands_undisturbed(server: RunningS
     assert find_differences(server, recorded) == []
     (model_id,) = {each.model_id for each in recorded.commands}
     url, headers = f"{server.url}/api/v1/training_runs/{model_id}", {"X-API-Key": KILLS_KEY}
-    steps = httpx.get(f"{url}/metrics", headers=headers).json()["steps"]
+    steps = httpx.get(f"{url}/metrics", headers=headers, timeout=PATIENCE_S).json()["steps"]
     assert [step["version"] for step in steps] == [i + 1 + i // LOAD_EVERY for i in range(recorded.num_steps)]
-    assert httpx.get(f"{url}/why", headers=headers).json()["queued"] == 0
+    assert httpx.get(f"{url}/why", headers=headers, timeout=PATIENCE_S).json()["queued"] == 0
 
 
 def test_recorded_commands_leave_the_same_again_and_others_do_not(server: RunningServer) -> None:
@@ -309,7 +309,7 @@ def test_recorded_commands_leave_the_same_again_and_others_do_not(server: Runnin
 def test_an_open_model_is_exposed_for_prometheus(server: RunningServer, service: tinker.ServiceClient) -> None:
     client = create(service)
     train(client, 2)
-    exposed = httpx.get(f"{server.url}/api/v1/metrics", headers={"X-API-Key": KEY}).text
+    exposed = httpx.get(f"{server.url}/api/v1/metrics", headers={"X-API-Key": KEY}, timeout=PATIENCE_S).text
     assert f'offbeat_tinker_version{{model="{client.model_id}"}} 2.0\n' in exposed
 
 

@@ -19,7 +19,7 @@ from tinker import types
 
 from offbeat.benchmarks.tinker.server import RunningServer, running_server
 from tests.integration.tinker_client import ADAM, SENTENCE, adapter, are_equal, create, datum, sample, train
-from tests.waiting import wait_until_sync
+from tests.waiting import PATIENCE_S, wait_until_sync
 
 KEY, OTHER_KEY = "tml-one", "tml-other"
 HOUR_S = 3600
@@ -247,7 +247,7 @@ def test_a_model_is_audited_and_its_samples_are_counted(server: RunningServer) -
         load.result()
         tokens = {0: sample(sampler, 2).sequences, 3: sample(newest).sequences}
         url, headers = f"{server.url}/api/v1/training_runs/{client.model_id}", {"X-API-Key": KEY}
-        audit = httpx.get(f"{url}/audit", headers=headers).json()
+        audit = httpx.get(f"{url}/audit", headers=headers, timeout=PATIENCE_S).json()
         assert audit == {
             "model_id": client.model_id,
             "proven": True,
@@ -257,12 +257,12 @@ def test_a_model_is_audited_and_its_samples_are_counted(server: RunningServer) -
             "optimizer_steps": 2,
             "checkpoints": 1,
         }
-        assert httpx.get(f"{url}/samples", headers=headers).json()["versions"] == [
+        assert httpx.get(f"{url}/samples", headers=headers, timeout=PATIENCE_S).json()["versions"] == [
             {"version": version, "sequences": len(each), "tokens": sum(len(one.tokens) for one in each)}
             for version, each in tokens.items()
         ]
         (folder_of(server.folder, path) / "adapter_model.safetensors").unlink()
-        broken = httpx.get(f"{url}/audit", headers=headers).json()
+        broken = httpx.get(f"{url}/audit", headers=headers, timeout=PATIENCE_S).json()
         assert (broken["proven"], len(broken["problems"])) == (False, 1)
 
 
@@ -317,10 +317,12 @@ def test_a_copy_outlives_its_source(server: RunningServer, clients: Clients) -> 
 def test_a_repeated_copy_is_one(server: RunningServer, clients: Clients) -> None:
     path, headers = clients.saved, {"X-API-Key": KEY, "X-Idempotency-Key": "once"}
     url = f"{server.url}/api/v1/copy_weights"
+
+    def copy_once(_: int) -> Any:
+        return httpx.post(url, json={"source_path": path}, headers=headers, timeout=PATIENCE_S).json()
+
     with ThreadPoolExecutor(4) as pool:
-        answers = list(
-            pool.map(lambda _: httpx.post(url, json={"source_path": path}, headers=headers).json(), range(4))
-        )
+        answers = list(pool.map(copy_once, range(4)))
     assert len({each["tinker_path"] for each in answers}) == 1
     (copy,) = folder_of(server.folder, answers[0]["tinker_path"]).parent.iterdir()
     assert copy.name.startswith(path.rpartition("/")[2])
