@@ -1,9 +1,11 @@
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from offbeat.services.reward import caller as module
 from offbeat.services.reward.caller import RewardCaller
 from offbeat.services.reward.errors import Failure, RewardError
 from offbeat.services.reward.sample import RewardSample
@@ -56,11 +58,20 @@ async def test_the_last_attempts_failure_names_the_reward():
     assert function.num_calls == 2
 
 
-async def test_an_unavailable_service_is_retried_for_a_time():
+async def test_an_unavailable_service_is_retried_for_a_time(monkeypatch: pytest.MonkeyPatch):
+    now_s = 0.0
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(asyncio, "sleep", sleep)
     function = Script(RewardError(Failure.UNAVAILABLE, "down"))
     with pytest.raises(RewardError, match="down"):
         await caller_of(function, max_attempts=1, max_retry_s=0.5).score(sample("a"))
-    assert function.num_calls >= 3
+    assert function.num_calls == 3
+    assert 0.3 <= now_s <= 0.5
 
 
 @pytest.mark.parametrize("failure", [Failure.ERROR, Failure.BAD_ROW])
