@@ -17,6 +17,7 @@ from offbeat.envs import registry
 from offbeat.envs.dataset import math_checker
 from offbeat.envs.dataset.final_answer import candidates
 from offbeat.envs.dataset.math_checker import MathChecker
+from tests.waiting import wait_until_sync
 
 MEETING = Path(__file__).parents[1] / "isolation" / "meeting.py"
 
@@ -303,13 +304,14 @@ def test_a_checker_ends_with_its_process():
         "assert checker.is_equal('12', '12'); print(psutil.Process().children()[0].pid, flush=True); os._exit(0)"
     )
     pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-    deadline = time.monotonic() + 20
-    while (
-        Path(f"/proc/{pid}/stat").exists()
-        and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    ):
-        assert time.monotonic() < deadline, "the checker outlives its process"
-        time.sleep(0.05)
+    wait_until_sync(lambda: not is_running(pid))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # its new parent may reap it between two looks
+        return False
 
 
 def _cpu_s() -> float:
