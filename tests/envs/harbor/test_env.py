@@ -49,7 +49,7 @@ def test_the_verifier_runs_when_answers_or_time_run_out(task_folder: TaskFolder)
     _, reward, terminated, _, info = play(task_folder.env(max_steps=1), "echo 1 > answer")
     assert (reward, terminated, info["submitted"]) == (1.0, True, False)
     slow = TaskFolder(task_folder.path.parent / "slow")
-    slow.write("task.toml", "[agent]\ntimeout_sec = 2.0\n")
+    slow.write("task.toml", "[agent]\ntimeout_sec = 5.0\n")
     _, reward, terminated, _, _ = play(slow.env(max_steps=9), "echo 1 > answer; sleep 60")
     assert (reward, terminated) == (1.0, True)
 
