@@ -202,7 +202,7 @@ def test_an_answer_that_fails_reasoning_gyms_scorer_is_wrong(
     for _ in range(2):
         env.reset(seed=1)
         assert env.step(f"<answer>{answer}</answer>")[1] == 0.0
-    (record,) = caplog.records
+    (record,) = (each for each in caplog.records if each.name == reasoning_gym.__name__)
     assert f"{dataset!r} failed" in record.message
 
 
