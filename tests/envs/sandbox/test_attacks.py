@@ -24,7 +24,7 @@ SECRET = "the answer is 42"
 
 
 SERVERS = {
-    "TCP": "import socket; s = socket.create_connection(('127.0.0.1', {port}), timeout=5); s.recv(3)",
+    "TCP": "import socket; s = socket.create_connection(('127.0.0.1', {port}), timeout=50); s.recv(3)",
     "UDP": "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {port}))",
     "a Unix socket's path": "import socket; socket.socket(socket.AF_UNIX).connect({path!r})",
     "a Unix socket's name": "import socket; socket.socket(socket.AF_UNIX).connect(chr(0) + {name!r})",

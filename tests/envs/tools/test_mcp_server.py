@@ -14,6 +14,7 @@ import pytest
 from offbeat.envs import registry
 from offbeat.envs.tools import mcp_server
 from offbeat.envs.tools.functions import Call, read_results, write_calls
+from offbeat.services.process import free_port
 from tests.waiting import wait_until_sync
 
 pytestmark = pytest.mark.slow
@@ -155,8 +156,7 @@ def test_a_hanging_call_times_out():
 
 
 def test_a_server_is_reached_over_http():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     server = subprocess.Popen([sys.executable, SERVER, str(port)])
     try:
         wait_until_sync(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)
