@@ -168,7 +168,9 @@ class LearnerHost:
             RetryableError: Redis has no record of this run.
         """
         if self._thread and self._thread.is_alive():
-            return
+            if not self._exited.is_set():
+                return
+            self._thread.join()  # it has reported the exit, and ends
         self._exited.clear()
         self._stopping = False
         incarnation = uuid.uuid4().hex

@@ -284,15 +284,16 @@ class LocalMesh:
             grace_s = _learner_grace_s(await asyncio.to_thread(read_report, self._redis, self._config.exp_name))
             grace_s += STOP_S if has_processes(self._config.track_with) else 0.0
             deadline = time.monotonic() + grace_s
-            while time.monotonic() < deadline:
+            while True:
                 status = await asyncio.to_thread(read_status, self._redis, self._config.exp_name)
                 if not status.alive:
                     break
                 if (await asyncio.to_thread(read_report, self._redis, self._config.exp_name)).is_saving:
                     deadline = time.monotonic() + grace_s
+                elif time.monotonic() > deadline:  # not before a look: this process may have been stalled meanwhile
+                    logger.warning("the learner did not exit in %.1f s: killing it", grace_s)
+                    break
                 await asyncio.sleep(0.05)
-            else:
-                logger.warning("the learner did not exit in %.1f s: killing it", grace_s)
             async with connect_async(self._redis_url, patience_s=1.0) as async_redis:
                 return (await RunStore(async_redis).components.progress(self._config.exp_name)).step
         except (RedisError, OSError, UnknownRunError) as error:

@@ -83,7 +83,7 @@ async def test_a_run_that_another_command_has_resumed_is_left_to_it(
         redis.hset(record, "beat", "0")
         await successor._record_run()
         before = redis.hgetall(record)
-        await asyncio.wait_for(suspended._send_heartbeats(), 10)
+        await asyncio.wait_for(suspended._send_heartbeats(), PATIENCE_S)
         suspended._write_outcome(RunState.FAILED)
         assert await suspended.stop_learner() == -1
         assert redis.hgetall(record) == before
