@@ -35,6 +35,7 @@ from offbeat.benchmarks.chaos.report import ChaosReport, InjectedFault
 from offbeat.deploy.cli.app import app
 from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.redis.server import EmbeddedRedis, server_binary
+from tests.benchmarks.processes import has_ended
 from tests.paths import ROOT
 from tests.waiting import wait_until_sync
 
@@ -125,13 +126,15 @@ def test_proxied_connections_are_delayed_silenced_torn_and_cut(tmp_path: Path):
             wait_until_sync(lambda: not client.ping())
         slow.unlink()
         wait_until_sync(lambda: answers(client))
-        order(orders, "silent", 5.0)
+        order(orders, "silent", 600.0)
         with pytest.raises(RedisTimeoutError):
             wait_until_sync(lambda: not client.ping())
+        order(orders, "silent", 0.0)
         wait_until_sync(lambda: answers(client))
-        order(orders, "torn", 2.0)
+        order(orders, "torn", 600.0)
         with pytest.raises(RedisConnectionError):
             wait_until_sync(lambda: not client.get("key"))
+        order(orders, "torn", 0.0)
         wait_until_sync(lambda: answers(client))
         connection = connection_of(client)
         order(orders, "cut", 0.0)
@@ -140,7 +143,7 @@ def test_proxied_connections_are_delayed_silenced_torn_and_cut(tmp_path: Path):
         (first,) = psutil.Process(server.pid).children()
         server.restart()
         assert client.get("key") == b"x" * 100_000
-        wait_until_sync(lambda: has_ended(first))
+        wait_until_sync(lambda: has_ended(first.pid))
 
 
 def test_a_lagging_replica_replaces_the_server_at_its_address(tmp_path: Path):
@@ -183,13 +186,6 @@ def run_id_of(client: Redis) -> str:
 def waits(done: Callable[[], bool], timeout_s: float) -> bool:
     wait_until_sync(done, timeout_s)
     return True
-
-
-def has_ended(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def answers(client: Redis) -> bool:
@@ -236,10 +232,12 @@ def test_a_filled_checkpoint_disk_keeps_its_files(tmp_path: Path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
-PARTITION = """
+PARTITION = '''
 import socket, subprocess, sys, threading
 from offbeat.benchmarks.chaos.second_host import SecondHost
-ASK = "import socket; print(socket.create_connection(('127.0.0.1', int(__import__('sys').argv[1])), 2).recv(9).decode())"
+ASK = """import socket, sys
+to, timeout_s = ("127.0.0.1", int(sys.argv[1])), float(sys.argv[2])
+print(socket.create_connection(to, timeout_s).recv(9).decode())"""
 host = SecondHost()
 if host.refusal:
     sys.exit(host.refusal)
@@ -251,18 +249,19 @@ def serve():
         connection.sendall(address[0].encode())
         connection.close()
 threading.Thread(target=serve, daemon=True).start()
-def ask():
-    done = subprocess.run(host.command([sys.executable, "-c", ASK, str(port)]), capture_output=True, text=True)
+def ask(timeout_s=30):
+    command = host.command([sys.executable, "-c", ASK, str(port), str(timeout_s)])
+    done = subprocess.run(command, capture_output=True, text=True)
     print(done.stdout.strip() or done.stderr.strip().rpartition("\\n")[2])
 ask()
 host.reach_redis(f"redis://127.0.0.1:{port}/0")
 ask()
 host.partition()
-ask()
+ask(2)
 host.heal()
 ask()
 host.close()
-"""
+'''
 
 
 def test_a_partition_is_silent_until_it_is_healed():
@@ -295,7 +294,7 @@ def test_a_run_does_not_outlive_who_watches_it(tmp_path: Path):
         assert watcher.stdout is not None
         pid = int(watcher.stdout.readline())
         watcher.kill()
-    wait_until_sync(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    wait_until_sync(lambda: has_ended(pid))
 
 
 def test_a_report_is_written_into_a_folder_that_is_made(tmp_path: Path):

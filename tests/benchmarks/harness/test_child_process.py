@@ -8,10 +8,10 @@ import sys
 import textwrap
 from pathlib import Path
 
-import psutil
 import pytest
 
 from offbeat.benchmarks.harness.process_actor import ProcessActor
+from tests.benchmarks.processes import has_ended
 from tests.paths import ROOT
 from tests.waiting import wait_until_sync
 
@@ -48,10 +48,6 @@ class Falling(Adder):
 
     def close(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def has_ended(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def kill(pid: int) -> None:

@@ -8,13 +8,13 @@ import textwrap
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 
 from offbeat.benchmarks.harness.environment import bench_environment
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.transports.base import write_bytes
 from offbeat.services.weights.transports.factory import make_transport
+from tests.benchmarks.processes import has_ended
 from tests.paths import ROOT
 from tests.waiting import wait_until_sync
 
@@ -49,10 +49,6 @@ def left_by(folder: Path) -> list[str]:
     """Names in shared memory."""
     files = make_transport(WeightsConfig(), "bench-x", folder / "bench-x").stored()
     return [*(Path(file.location).name for file in files), *(p.name for p in Path("/dev/shm").glob(f"{folder.name}-*"))]
-
-
-def has_ended(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_benchmark_that_ends_by_itself_or_by_an_error_leaves_nothing():
