@@ -57,6 +57,7 @@ WRITTEN = {
     "logs": (),
     "metrics.jsonl": (),
     "policy": (),
+    "profiler": ("step-*",),
     "report.json": (),
     "restored": (),
     "start": (),

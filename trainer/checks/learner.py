@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from offbeat.trainer.checks.profiler import check_profiler
 from offbeat.trainer.checks.schedule import check_schedule
 from offbeat.trainer.checks.trackers import check_trackers
 from offbeat.trainer.config.estimators import AGAINST_BEHAVIOR
@@ -58,6 +59,7 @@ def check_learner(config: LearnerConfig) -> Iterator[ConfigIssue]:
     yield from _check_service(config)
     yield from _check_replay(config)
     yield from check_trackers(config)
+    yield from check_profiler(config)
 
 
 def _check_float16(config: LearnerConfig) -> Iterator[ConfigIssue]:

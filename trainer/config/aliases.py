@@ -106,8 +106,6 @@ NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
         (None,),
         "each wait has a limit of its own: actor_train.backend_timeout, custom_envs.TAG.episode_timeout_s, ...",
     ),
-    "profiler_memory": ((False,), "there is no profiler"),
-    "profiler_timeline": ((False,), "there is no profiler"),
     **{f"{manager}.max_env_num_per_worker": ((0,), "") for manager in MANAGERS},
     "custom_envs.*.agent_runner_cls": ((None,), "use agent_runner: {path: module:function}"),
     **{key: ((1,), ONE_ANSWER.format(canonical)) for key, canonical in ANSWERS.items()},

@@ -79,6 +79,12 @@ class LearnerConfig(AlgorithmConfig):
     """Newest batches kept in `batches/` for `offbeat learner reproduce`; at least `console.keep_steps`, and 16 with
     non-finite gradients.
     """
+    profiler_timeline: bool = False
+    """Profile `profiler_steps` by `torch.profiler`: a trace of each learner process in the run's folder `profiler/`."""
+    profiler_memory: bool = False
+    """Record CUDA's allocations of `profiler_steps`: a snapshot of each learner process in `profiler/`."""
+    profiler_steps: tuple[Annotated[int, Field(ge=1)], ...] = (3,)
+    """Profiled steps, from 1."""
     console: ConsoleConfig = ConsoleConfig()
     resume_from_checkpoint: Annotated[bool | CheckpointUrl | Path, Field(union_mode="left_to_right")] = False
     """Checkpoint to resume from: a folder, or a URL in a store (of a checkpoint, or of a run for its newest); `true`:

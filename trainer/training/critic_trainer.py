@@ -22,6 +22,7 @@ from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.training.critic_exchange import CriticPeer
 from offbeat.trainer.training.critic_steps import CriticSteps, Gauges, merge_over_ranks
 from offbeat.trainer.training.group_scorer import cut
+from offbeat.trainer.training.profiler import profile_step
 from offbeat.trainer.training.step_tokens import StepTokens
 from offbeat.trainer.warm_start.train import Progress
 
@@ -69,7 +70,8 @@ class CriticTrainer:
         selected, _ = select_most_varied(batch.shaped, self._config.variance_filter_ratio, batch.masked)
         packed = pack(selected)
         if packed.num_sampled:
-            self._train(packed, batch.step)
+            with profile_step(self._run, self._ranks, batch.step + 1):
+                self._train(packed, batch.step)
         return {}
 
     def _train(self, batch: Batch, step: int) -> None:

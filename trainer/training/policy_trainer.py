@@ -41,6 +41,7 @@ from offbeat.trainer.training.data_step import DataTrainer, make_trainer
 from offbeat.trainer.training.group_scorer import GroupScorer
 from offbeat.trainer.training.optimizer_step import BatchTrainer, Gauges, StepModels, StepPreview
 from offbeat.trainer.training.prepare_scores import open_sources, prepare_scores, show_files
+from offbeat.trainer.training.profiler import profile_step
 from offbeat.trainer.training.score_keys import score_keys
 from offbeat.trainer.training.start_folder import IN_CHECKPOINT, StartFolder, is_based_on_start
 from offbeat.trainer.training.step_tokens import StepTokens
@@ -163,7 +164,8 @@ class PolicyTrainer:
         self._batches.learning_rate = learning_rate
 
     def train(self, batch: StepBatch) -> Gauges:
-        return self._batches.train(batch.drop_temperature(self._config.temperature))
+        with profile_step(self._run, self._ranks, batch.step + 1):
+            return self._batches.train(batch.drop_temperature(self._config.temperature))
 
     def evaluate(self, groups: Sequence[Group]) -> Gauges:
         if not isinstance(self._batches, DataTrainer):
@@ -335,10 +337,9 @@ class PolicyTrainer:
         return self._load(Path(role.own_folder or folder), self._train.model_args.of_role(role), seed)
 
     def _load_trained(self, folder: Path) -> PackedPolicy | PackedRewardModel:
-        config = self._config
+        config, args, head = self._config, self._train.model_args, self._config.has_value_head
         if config.trains_reward_model:
-            return self._kick_watchdog(load_reward_model(folder, self._train.model_args, config.seed))
-        args, head = self._train.model_args, config.has_value_head
+            return self._kick_watchdog(load_reward_model(folder, args, config.seed))
         return self._kick_watchdog(load_policy(folder, args, config.seed, config.temperature, value_head=head))
 
     def _kick_watchdog(self, model: Model) -> Model:
@@ -385,8 +386,7 @@ class PolicyTrainer:
                 pass
 
     def _save_adapter(self, folder: Path) -> None:
-        tensors = self._policy.tensors("adapter")
-        factors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors}  # on every rank
+        factors = {name: each.to("cpu", copy=True) for name, each in self._policy.tensors("adapter")}  # on every rank
         if self._ranks.rank == 0:
             base = self._start.path if self._start.path.is_dir() else self._run.model_folder
             save_adapter(folder, factors, self._train.model_args, base)

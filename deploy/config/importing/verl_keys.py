@@ -40,7 +40,8 @@ MEGATRON_LAYERS = {
     "linear_fc2": "down_proj",
 }  # fmt: skip
 LORA_TARGET = ("actor_train", "model_args", "lora_target")
-PROFILED = "see docs/performance.md for what Offbeat measures"
+PROFILED = "global_profiler.steps and tool torch or torch_memory are taken (docs/learner.md)"
+PROFILERS = {"torch": "profiler_timeline", "torch_memory": "profiler_memory"}
 
 
 def _batch(key: Key) -> Outcome | None:
@@ -164,6 +165,17 @@ def _resume(key: Key) -> Outcome:
             "no counterpart", note="a run with an output_dir of its own starts anew: `offbeat train` says how"
         )
     return Outcome("same", note="a run resumes from its newest checkpoint; elsewhere: resume_from_checkpoint")
+
+
+def _profiler(key: Key) -> Outcome:
+    tool, steps = (get(key.tree, f"global_profiler.{name}") for name in ("tool", "steps"))
+    if not tool or not steps:
+        return Outcome("no effect", note="nothing is profiled without global_profiler.steps and tool")
+    if tool not in PROFILERS:
+        return Outcome("no counterpart", note=PROFILED)
+    if key.path[-1] == "steps":
+        return Outcome("renamed", ("profiler_steps",), key.value)
+    return Outcome("value", (PROFILERS[tool],), True, "of profiler_steps")
 
 
 def _reward_model(key: Key) -> Outcome:
@@ -353,6 +365,7 @@ RUN: Rules = (
     ("trainer.use_legacy_worker_impl|device", no_effect("of verl's own workers")),
     ("actor_rollout_ref.hybrid_engine|nccl_timeout", missing("device_mapping says which roles share devices")),
     ("rollout.nnodes|n_gpus_per_node", missing("actor_infer.device_mapping (docs/devices.md)")),
+    ("global_profiler.steps|tool", _profiler),
     ("global_profiler.**", missing(PROFILED)),
     ("*.profiler.**", missing(PROFILED)),
     ("*.*.profiler.**", missing(PROFILED)),

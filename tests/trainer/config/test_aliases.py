@@ -257,7 +257,6 @@ def test_every_spelling_is_documented():
 
 def test_keys_of_rolls_examples_that_change_nothing_are_dropped():
     given = {
-        "profiler_memory": False,
         "actor_train": {
             "data_args": {"template": "qwen2_5"},
             "training_args": {"warmup_ratio": 0},

@@ -234,6 +234,7 @@ def test_without_a_counterpart_a_key_is_listed_in_the_report_and_the_file(tmp_pa
         ("max_ckpt_to_keep: 3", "max_ckpt_to_keep", 3),
         ("exp_name: 'a b/c'", "exp_name", "a-b-c"),
         ("rollout_dump_dir: dumps", "rollout", {"keep_text": True}),
+        ("profiler_timeline: true", "profiler_timeline", True),
     ],
 )
 def test_a_value_is_mapped(text: str, key: str, expected: object, tmp_path: Path):

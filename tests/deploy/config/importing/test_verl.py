@@ -312,6 +312,10 @@ OVERLONG = "+reward_model.reward_kwargs.overlong_buffer_cfg"
             {"actor_infer.generating_args.stop_strings": ["</search>", "</answer>"]},
         ),
         (("trainer.experiment_name=x_$(date)",), {"exp_name": "x_-date"}),
+        (
+            ("global_profiler.tool=torch_memory", "global_profiler.steps=[1,2]"),
+            {"profiler_memory": True, "profiler_timeline": None, "profiler_steps": [1, 2]},
+        ),
     ],
 )  # fmt: skip
 def test_an_option_of_verl(words: tuple[str, ...], expected: dict[str, Any], tmp_path: Path):
@@ -343,6 +347,9 @@ def test_an_option_of_verl(words: tuple[str, ...], expected: dict[str, Any], tmp
         (f"{ACTOR}.clip_ratio=0.1", "no effect"),
         (f"{ACTOR}.ppo_micro_batch_size_per_gpu=null", "same"),
         ("trainer.resume_mode=auto", "same"),
+        ("global_profiler.tool=torch", "no effect"),  # without steps
+        ("global_profiler.tool=nsys global_profiler.steps=[2]", "no counterpart"),
+        ("global_profiler.save_path=profiles", "no counterpart"),
     ],
 )
 def test_what_becomes_of_a_key_without_a_counterpart(word: str, status: str, tmp_path: Path):
