@@ -210,6 +210,8 @@ class Mesh:
     owns_run = True
     async def stop_learner(self):
         record("stop_learner")
+        while not Path(sys.argv[3]).with_name("signalled").exists():
+            await asyncio.sleep(0.01)
         return -1
     async def stop(self, outcome):
         record(f"stop {outcome}")
@@ -248,6 +250,7 @@ def test_a_run_whose_output_is_closed_stops_with_a_checkpoint(tmp_path: Path, is
             talking.send_signal(signal.SIGHUP)
         wait_until_sync(log.exists)
         talking.send_signal(signal.SIGTERM)  # the first one that asks for an end
+        (tmp_path / "signalled").touch()
         assert talking.wait(60) == 0
     assert log.read_text().splitlines() == ["stop_learner", "stop stopped", "exit 130"]
 
