@@ -8,6 +8,7 @@ from redis.exceptions import InvalidResponse
 
 from offbeat.services.errors import FencedError, ForeignRunError, RetryableError
 from offbeat.services.keys import RunKeys
+from offbeat.services.redis import lease as lease_module
 from offbeat.services.redis.connection import RETRY_CAP_S, connect
 from offbeat.services.redis.lease import (
     LEASE_NONCE,
@@ -132,15 +133,16 @@ def test_a_waiting_learner_takes_a_dead_ones_lease_at_expiry(redis: Redis):
 
 def test_a_late_learner_gives_the_holder_time_to_renew(redis: Redis):
     """The lease had expired before it arrived."""
-    holder = dead_learner(redis, TIMEOUT_S)
     began = time.time()
+    holder = dead_learner(redis, TIMEOUT_S)
+    acquired = time.time()
     wait_until_sync(lambda: expired(redis))
     with LearnerLease(redis, RUN, "a", TIMEOUT_S) as one, LearnerLease(redis, RUN, "b", TIMEOUT_S) as other:
         for waiting in (one, other, one):
             with pytest.raises(LeaseHeldError) as refused:
                 waiting.acquire()
             assert refused.value.owner == "host:71"
-            assert began - TIMEOUT_S - 1 <= refused.value.since <= began
+            assert began - 1 <= refused.value.since <= acquired
         assert holder._call(holder._renew, holder._holder, holder._timeout_ms, 1)
         with pytest.raises(LeaseHeldError):
             one.acquire(wait_s=RENEWED_S)
@@ -198,7 +200,8 @@ def test_a_living_learner_keeps_its_lease_past_the_timeout(redis: Redis):
         lease.acquire()
         with pytest.raises(RetryableError):
             other.acquire(wait_s=1.5 * TIMEOUT_S)
-        assert lease.held()
+        wait_until_sync(lease.held)  # the process may have stood still until now
+        assert lease.epoch == 1
 
 
 def test_an_answer_that_is_not_redis_ends_no_renewal(redis: Redis, monkeypatch: pytest.MonkeyPatch):
@@ -256,7 +259,7 @@ def test_an_expired_lease_continues_if_no_learner_waits(redis: Redis):
 def test_a_redis_that_lost_its_data_gives_the_learner_its_lease_back(redis: Redis):
     keys = RunKeys(RUN)
     redis.set(keys.epoch, 6)
-    with LearnerLease(redis, RUN, "me", 0.2) as lease:
+    with LearnerLease(redis, RUN, "me", TIMEOUT_S) as lease:
         assert lease.acquire() == 7
         redis.flushall()
         wait_until_sync(lambda: redis.get(keys.epoch) == b"7")
@@ -330,8 +333,9 @@ def test_a_read_only_redis_ends_no_lease_and_renewal_continues(redis_url: str):
             assert not lost.is_set()
 
 
-def test_a_long_read_only_redis_leaves_the_lease_to_its_holder(redis_url: str):
+def test_a_long_read_only_redis_leaves_the_lease_to_its_holder(redis_url: str, monkeypatch: pytest.MonkeyPatch):
     """The one that waits asks more often than the holder, whose patience is over."""
+    monkeypatch.setattr(lease_module, "RETRY_CAP_S", 5.0)  # a busy machine may keep the renewing thread waiting
     over = threading.Event()
     with (
         connect(redis_url, patience_s=0.05) as redis,
