@@ -32,9 +32,8 @@ def ranks() -> Iterator[Ranks]:
 
 def test_steps_are_reproduced_under_the_keys_that_they_were_trained_with(tmp_path: Path, ranks: Ranks) -> None:
     """A schedule ends at `max_steps`, with which the run is resumed."""
-    first = run_of(
-        tmp_path, ("zero_variance=train", "max_steps=4", "actor_train.training_args.lr_scheduler_type=linear")
-    )
+    profiled, schedule = ("profiler_timeline=true", "profiler_steps=[2]"), "actor_train.training_args.lr_scheduler_type"
+    first = run_of(tmp_path, ("zero_variance=train", "max_steps=4", f"{schedule}=linear", *profiled))
     resumed = replace(first, config=first.config.model_copy(update={"max_steps": 8, "entropy_loss_coef": 0.1}))
     log, checkpoints = BatchLog(tmp_path, max_kept=9), CheckpointStore(first.checkpoints, keep=9, epoch=1)
 
@@ -56,10 +55,12 @@ def test_steps_are_reproduced_under_the_keys_that_they_were_trained_with(tmp_pat
     trainer = PolicyTrainer(resumed, ranks)
     trainer.load(resumed.checkpoints / "step-000002", 0.0)
     train(trainer, resumed, range(3, 5))
+    (tmp_path / "profiler" / "step-000002-rank-0.json.gz").unlink()
     replayed = reproduce(resumed, find_plan(resumed, 4), ranks, sample_step=None, show=lambda _: None)
     assert [(each.step, each.equal) for each in replayed.compared] == [(4, True)]
     whole = reproduce(resumed, find_plan(resumed, None), ranks, sample_step=None, show=lambda _: None)
     assert [(each.step, each.equal) for each in whole.compared] == [(2, True), (4, True)]
+    assert not list((tmp_path / "profiler").iterdir())
 
 
 @pytest.mark.parametrize("placement", ["service", "learner"])

@@ -194,7 +194,8 @@ def _trained_config(run: LearnerRun, checkpoint: Checkpoint) -> LearnerRunConfig
 
 
 def _load_trainer(segment: PlanSegment, ranks: Ranks) -> PolicyTrainer:
-    config, (path, state) = segment.run.config, (segment.start.path, segment.start.state)
+    path, state = segment.start.path, segment.start.state
+    config = segment.run.config.model_copy(update={"profiler_timeline": False, "profiler_memory": False})
     if state.num_processes != 1:
         raise ControlError(
             f"{path} was written by {state.num_processes} processes: only training by one process is "
@@ -202,7 +203,7 @@ def _load_trainer(segment: PlanSegment, ranks: Ranks) -> PolicyTrainer:
         )
     torch.set_num_threads(config.actor_train.num_threads)
     torch.manual_seed(config.seed)
-    trainer = PolicyTrainer(segment.run, ranks, recorded_scores=_recorded_scores(config))
+    trainer = PolicyTrainer(replace(segment.run, config=config), ranks, recorded_scores=_recorded_scores(config))
     trainer.load(path, state.kl_coef)
     return trainer
 
