@@ -48,8 +48,8 @@ class Uploading:
     def end(self) -> None:
         """End a thread that would try again, and warn, during later tests."""
 
-        def refuse(_: Path) -> None:
-            raise FencedError("the test is over")
+        def refuse(path: Path) -> None:
+            raise FencedError(f"the test is over: {path}")
 
         self.uploads._upload = refuse
         wait_until_sync(lambda: self.uploads._fenced is not None)
