@@ -1,5 +1,6 @@
 """`offbeat tinker` as a process whose parts can be killed and measured."""
 
+import os
 import re
 import signal
 import subprocess
@@ -46,7 +47,7 @@ class RunningServer:
         return matching[0]
 
     def kill(self, part: str) -> None:
-        psutil.Process(self.pid_of(part)).send_signal(signal.SIGKILL)
+        os.kill(self.pid_of(part), signal.SIGKILL)
 
     def reset_peaks(self) -> None:
         for part in (LEARNER, HTTP):

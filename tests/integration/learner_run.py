@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import torch
 from redis import Redis
 from safetensors.torch import load_file
@@ -105,6 +106,19 @@ class Run:
 
     def weights(self, step: int) -> dict[str, torch.Tensor]:
         return load_file(self.config.output_dir / "checkpoints" / f"step-{step:06d}" / "model.safetensors")
+
+
+def rank_of(learner: int, rank: int) -> psutil.Process:
+    """Return the process of a learner's rank; other children may end meanwhile."""
+    (found,) = [child for child in psutil.Process(learner).children(recursive=True) if _has_rank(child, rank)]
+    return found
+
+
+def _has_rank(process: psutil.Process, rank: int) -> bool:
+    try:
+        return process.environ().get("RANK") == str(rank)
+    except psutil.Error:
+        return False
 
 
 @contextmanager

@@ -5,7 +5,6 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -17,10 +16,10 @@ from offbeat.trainer.training.optimizer_step import Gauges
 from offbeat.trainer.training.policy_trainer import PolicyTrainer
 from tests.fakes import make_group, train_on
 from tests.integration.critic_rank import learned, run_world
-from tests.integration.learner_run import Run, a_run
+from tests.integration.learner_run import Run, a_run, rank_of
 from tests.waiting import wait_until_sync
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 STEPS = 4
 PPO = (
     "adv_estimator=gae",
@@ -45,11 +44,6 @@ def within(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
     with a_run(redis_server, tmp_path_factory.mktemp("within"), "within", PPO) as run:
         assert run.start().wait(timeout=240) == 0, run.complaint()
         yield run
-
-
-def critic_of(learner: int) -> psutil.Process:
-    (rank,) = [child for child in psutil.Process(learner).children(True) if child.environ().get("RANK") == "1"]
-    return rank
 
 
 def newest(run: Run) -> Path:
@@ -88,8 +82,8 @@ def gauges(run: Run) -> dict[int, dict[str, float]]:
 
 
 def kill_critic(run: Run, learner: subprocess.Popen[bytes]) -> None:
-    critic_of(learner.pid).kill()
-    assert learner.wait(timeout=60) != 0
+    rank_of(learner.pid, 1).kill()
+    assert learner.wait(timeout=120) != 0
     assert lines_of(run, "rank 1 (pid")
 
 
@@ -103,9 +97,9 @@ def test_a_killed_critic_of_its_own_returns_with_the_learner_and_nothing_differs
     """The second world repeats what no checkpoint holds."""
     with a_run(redis_server, tmp_path, "own", (*PPO, OWN)) as run:
         learner = run.start()
-        wait_until_sync(lambda: run.published() >= 3, timeout_s=120)
+        wait_until_sync(lambda: run.published() >= 3, timeout_s=240)
         kill_critic(run, learner)
-        assert run.start().wait(timeout=120) == 0, run.complaint()
+        assert run.start().wait(timeout=240) == 0, run.complaint()
         expected, found = states(within), states(run)
         assert expected.keys() == found.keys()
         assert any(key.startswith("critic/") and "exp_avg" in key for key in found)

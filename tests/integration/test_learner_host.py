@@ -43,6 +43,13 @@ async def test_a_host_of_an_earlier_run_is_replaced(redis_url: str, tmp_path: Pa
         await new.ensure()
         assert read_status(redis, RUN).started
         wait_until_sync((tmp_path / "new" / LEARNER_LOG).exists)
-        wait_until_sync(lambda: not learner.is_running() or learner.status() == psutil.STATUS_ZOMBIE)
+        wait_until_sync(lambda: has_ended(learner))
         await new.stop(now=True)
         await new.forget()
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE or not process.is_running()
+    except psutil.NoSuchProcess:
+        return True

@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 import pytest
 import torch
 
-from tests.integration.learner_run import Run, a_run
+from tests.integration.learner_run import Run, a_run, rank_of
 from tests.waiting import wait_until_sync
 
 STEPS = 2
@@ -55,20 +54,14 @@ def undisturbed_run(redis_url: str, folder: Path, *settings: str) -> Iterator[Ru
         yield run
 
 
-def process_of(learner: int, rank: int) -> psutil.Process:
-    children = psutil.Process(learner).children(recursive=True)
-    (process,) = [child for child in children if child.environ().get("RANK") == str(rank)]
-    return process
-
-
 def check_killed_rank(redis_url: str, folder: Path, name: str, undisturbed: Run, *more: str, atol: float) -> None:
     processes, settings, victim = LAYOUTS[name]
     settings = (*SETTINGS, TURNS, "actor_train.num_processes=2", *settings, *more)
     with a_run(redis_url, folder, name, settings, num_processes=processes) as run:
         learner = run.start()
         wait_until_sync(lambda: run.published() >= 1, timeout_s=START_TIMEOUT_S)
-        process_of(learner.pid, victim).kill()
-        assert learner.wait(timeout=60) != 0
+        rank_of(learner.pid, victim).kill()
+        assert learner.wait(timeout=240) != 0
         log = (run.config.output_dir / "logs" / "learner.log").read_text()
         assert re.search(rf"rank {victim} .*was killed by SIGKILL", log)
         assert "reference is split over 2 processes" in log
