@@ -19,6 +19,8 @@ from tests.integration.learner_run import ENVIRONMENT, a_run
 from tests.trainer.training.object_store import BUCKET, SECRET, s3_bucket, s3_environment
 from tests.waiting import wait_until_sync
 
+pytestmark = pytest.mark.timeout(600)
+
 URL = f"s3://{BUCKET}/copies"
 MANIFEST = "manifest.json"
 KEYS = (f"checkpoint_config.output_dir={URL}", "checkpoint_config.keep_local_file=false")

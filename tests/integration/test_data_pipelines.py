@@ -22,7 +22,7 @@ from tests.integration.data_run import a_data_run, a_worker, words_of
 from tests.integration.learner_run import Run
 from tests.waiting import wait_until_sync
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 GROUPS = {"sft": 48, "dpo": 24, "kto": 24, "distill": 48}
 """Of six steps."""

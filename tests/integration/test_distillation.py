@@ -13,7 +13,7 @@ from tests.integration.data_run import a_data_run
 from tests.integration.learner_run import ENVIRONMENT, Run
 from tests.waiting import wait_until_sync
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SCORER = """
 import sys

@@ -30,6 +30,8 @@ from tests.integration.learner_run import ENVIRONMENT, Run, a_run
 from tests.services.redis import tls_redis
 from tests.waiting import wait_until_sync
 
+pytestmark = pytest.mark.timeout(600)
+
 
 @pytest.fixture(scope="module")
 def secured(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
@@ -230,7 +232,7 @@ def test_a_learner_that_waits_for_redis_ends_at_a_signal_and_says_why(redis_serv
         with without_memory(run):
             wait_until_sync(lambda: "Redis refuses writes: OOM" in log_of(run))
             learner.send_signal(signal.SIGTERM)
-            assert learner.wait(timeout=60) == 1
+            assert learner.wait(timeout=240) == 1
         assert "offbeat learner: run refused-stop: Redis refuses writes: OOM" in run.complaint()
         assert run.start().wait(timeout=240) == 0, run.complaint()
         assert run.counters().trained == 12
@@ -276,7 +278,7 @@ def test_a_run_that_can_not_be_read_is_refused_with_one_line(
         if record:
             redis.hset(RunKeys("broken").record, mapping=cast(dict[Any, Any], record))
         command = [sys.executable, "-m", "offbeat.trainer.cli", "broken", "--redis", redis_server]
-        ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, check=False, timeout=60)
+        ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, check=False, timeout=240)
     assert ended.returncode == 2
     lines = [line for line in ended.stderr.splitlines() if line.startswith(b"offbeat learner: ")]
     assert len(lines) == 1

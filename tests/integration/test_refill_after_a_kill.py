@@ -18,6 +18,9 @@ REFILL = (
 )  # fmt: skip
 
 
+pytestmark = pytest.mark.timeout(600)
+
+
 def steps_of(run: Run) -> dict[int, tuple[list[int], tuple[int, ...]]]:
     """Return groups and refilled groups of each step, as last trained."""
     lines, _ = read_step_ledger(run.config.output_dir)

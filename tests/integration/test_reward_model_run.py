@@ -14,7 +14,7 @@ from offbeat.services.reward.sample import RewardSample
 from tests.integration.data_run import a_data_run
 from tests.waiting import wait_until_sync
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_a_killed_learners_successor_ends_with_the_same_reward_model(

@@ -69,7 +69,6 @@ def replaced(model: Path, run: Path) -> Sequence[str]:
     )
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("strategy", ["fsdp2_train", "deepspeed_train"])
 def test_rolls_file_is_valid(strategy: str, tmp_path: Path):
     write_qwen2(tmp_path / "model", [FILE.read_text()])

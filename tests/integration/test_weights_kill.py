@@ -46,7 +46,7 @@ async def test_a_kill_while_publishing_leaves_complete_weights(
             try:
                 goal = served + 30
                 while served < goal:
-                    manifest = await subscriber.wait_newer(served, 60.0)
+                    manifest = await subscriber.wait_newer(served, 240.0)
                     assert manifest is not None, "no newer version came"
                     assert manifest.version > served
                     served = await newest_whole(subscriber)
