@@ -11,6 +11,7 @@ import pytest
 
 from offbeat.services.telemetry import MetricRecord, mean
 from offbeat.services.text_samples import TextSample, to_columns, to_text
+from offbeat.trainer.trackers import supervisor, worker
 from offbeat.trainer.trackers.base import Ending, Row, TrackedRun
 from offbeat.trainer.trackers.mlflow import MLflow
 from offbeat.trainer.trackers.supervisor import TrackerProcesses
@@ -37,6 +38,13 @@ SECOND = (
     MetricRecord("learner", {"odd @ %": mean([1.0])}, step=5),
 )
 STEPS = [(1, 0.25), (2, 0.25), (3, 0.25), (4, 0.5)]
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for the end of a package's process, which is the nicest, for as long as the process itself does."""
+    for name in ("STOP_S", "FINISH_S"):
+        monkeypatch.setattr(supervisor, name, 2 * worker.END_S)
 
 
 def live(

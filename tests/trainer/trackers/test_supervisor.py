@@ -59,7 +59,7 @@ def tracked(order: StartMessage) -> Iterator[tuple[TrackerProcess, list[str], Si
         yield process, messages, sink
     finally:
         process.end("died")
-        if not process.wait(time.monotonic() + 20.0):
+        if not process.wait(time.monotonic() + 60.0):
             process.kill()
 
 
@@ -142,7 +142,7 @@ def test_hanging_tracker_is_killed_and_resumes_later(tmp_path: Path):
         process.end("finished")
         assert not process.wait(time.monotonic() + 0.2)
         process.kill()
-        assert process.wait(time.monotonic() + 20.0)
+        assert process.wait(time.monotonic() + 60.0)
     assert "did not accept the last metrics" in messages[0]
     with tracked(order(tmp_path)):
         wait_until_sync(lambda: notes(tmp_path, "step")[-1:] == [3])
