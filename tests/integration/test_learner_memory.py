@@ -29,8 +29,9 @@ def begun(folder: Path, ranks: Ranks, *keys: str) -> PolicyTrainer:
 def count_bytes() -> int:
     """Return the memory of all tensors, those exempted from collections included."""
     gc.unfreeze()
-    for _ in range(2):  # what hooks of tensors refer to takes a second time
-        gc.collect()
+    for _ in range(10):  # what hooks of tensors refer to takes a second time, what earlier tests left may take more
+        if not gc.collect():
+            break
     storages = [each.untyped_storage() for each in gc.get_objects() if issubclass(type(each), Tensor)]
     return sum({each._cdata: each.nbytes() for each in storages}.values())
 
