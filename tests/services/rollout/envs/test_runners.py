@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,8 @@ from tests.waiting import PATIENCE_S, wait_until
 pytestmark = pytest.mark.slow
 
 
-def spec(env: str, *, timeout_s: float = 20.0, **config: Any) -> EnvSpec:
-    return EnvSpec(env if env == "frozen_lake" else HERE + env, config, 20.0, timeout_s)
+def spec(env: str, *, timeout_s: float = PATIENCE_S, **config: Any) -> EnvSpec:
+    return EnvSpec(env if env == "frozen_lake" else HERE + env, config, PATIENCE_S, timeout_s)
 
 
 @contextlib.asynccontextmanager
@@ -123,7 +122,7 @@ async def test_whatever_an_env_raises_is_an_episodes_failure(kind: str, when: st
 @pytest.mark.parametrize("kind", ["thread", "process"])
 @pytest.mark.parametrize("when", ["reset", "step"])
 async def test_a_hung_env_is_given_up_in_time(kind: str, when: str, tmp_path: Path):
-    env = EnvSpec(HERE + "BadEnv", {"how": "hang", "when": when, "marker": str(tmp_path / "m")}, 20.0, 20.0)
+    env = EnvSpec(HERE + "BadEnv", {"how": "hang", "when": when, "marker": str(tmp_path / "m")}, PATIENCE_S, PATIENCE_S)
     async with running(kind, env) as runner:
         await runner.start()
         if when == "step":
@@ -169,12 +168,21 @@ async def test_output_is_forwarded_again_after_a_while(
 ):
     monkeypatch.setattr("offbeat.services.rollout.child_process.PRINT_INTERVAL_S", 0.0)
     (tmp_path / "flood").touch()
-    async with running("process", on_order(tmp_path, timeout_s=2.0)) as runner:
+    printed = 0
+
+    def is_over_a_megabyte() -> bool:
+        nonlocal printed
+        printed += len(capfd.readouterr().err)
+        return printed > MAX_PRINTED_BYTES
+
+    async with running("process", on_order(tmp_path)) as runner:
         await runner.start()
         await runner.reset(0)
-        with pytest.raises(EpisodeError, match="step_timeout"):
-            await runner.step("Right")
-    assert len(capfd.readouterr().err) > MAX_PRINTED_BYTES
+        step = asyncio.create_task(runner.step("Right"))
+        await wait_until(is_over_a_megabyte)
+        step.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await step
 
 
 async def test_a_process_that_dies_is_a_crash_with_its_exit_status(tmp_path: Path):
@@ -196,10 +204,8 @@ async def test_an_envs_output_does_not_reach_the_protocol(tmp_path: Path):
 
 
 def on_order(orders: Path, **limits: float) -> EnvSpec:
-    config = {"orders": str(orders)}
-    return EnvSpec(
-        "offbeat.benchmarks.chaos.faulty_env:FaultyLakeEnv", config, 20.0, limits.pop("timeout_s", 20.0), **limits
-    )
+    env, config = "offbeat.benchmarks.chaos.faulty_env:FaultyLakeEnv", {"orders": str(orders)}
+    return EnvSpec(env, config, PATIENCE_S, limits.pop("timeout_s", PATIENCE_S), **limits)
 
 
 async def test_an_out_of_memory_process_fails_only_its_episode(tmp_path: Path):
@@ -216,7 +222,7 @@ async def test_endless_output_of_an_env_is_forwarded_up_to_a_megabyte(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     (tmp_path / "flood").touch()
-    async with running("process", on_order(tmp_path, timeout_s=2.0)) as runner:
+    async with running("process", on_order(tmp_path, timeout_s=5.0)) as runner:
         await runner.start()
         await runner.reset(0)
         turns = 0
@@ -322,19 +328,25 @@ async def test_calls_in_threads_run_side_by_side_up_to_their_number():
         with lock:
             running_now += 1
             max_running = max(max_running, running_now)
-        together.wait(10)
+        together.wait(PATIENCE_S)
         with lock:
             running_now -= 1
 
-    await asyncio.gather(*(threads.run(call, 10.0) for _ in range(9)))
+    await asyncio.gather(*(threads.run(call, PATIENCE_S) for _ in range(9)))
     assert max_running == 3
     threads.close()
 
 
 async def test_the_time_limit_counts_from_when_a_thread_is_free():
-    threads = DaemonThreads(1)
-    await asyncio.gather(*(threads.run(lambda: time.sleep(1.0), 2.5) for _ in range(3)))
+    threads, gates = DaemonThreads(1), [threading.Event(), threading.Event()]
+    first = asyncio.create_task(threads.run(gates[0].wait, PATIENCE_S))
+    second = asyncio.create_task(threads.run(lambda: 5, 1.5))
+    done, _ = await asyncio.wait([first, second], timeout=2.0)
+    assert not done
+    gates[0].set()
+    assert await asyncio.gather(first, second) == [True, 5]
     with pytest.raises(HungError):
-        await threads.run(lambda: time.sleep(0.5), 0.05)
+        await threads.run(gates[1].wait, 0.05)
+    gates[1].set()
     await wait_until(lambda: threads.num_hung == 0)
     threads.close()
