@@ -15,7 +15,8 @@ from tests.services.reward.samples import config_of, score
 ADD = "```python\ndef add(a, b):\n    return a + b\n```"
 WRONG_FOR_NEGATIVE = "```python\ndef add(a, b):\n    return abs(a) + abs(b)\n```"
 ECHO = "```python\nprint(input())\nprint(input())\n```"
-FAST: dict[str, Any] = {"sandbox": {"timeout_s": 3.0, "cpu_s": 2}, "reward": "pass_rate"}
+FAST: dict[str, Any] = {"sandbox": {"timeout_s": 8.0, "cpu_s": 2}, "reward": "pass_rate"}
+"""A program that hangs ends by its CPU time, as a stall of the machine takes none."""
 
 
 def rate(response: str, tests: Any, **row: Any) -> float:

@@ -51,15 +51,17 @@ def test_an_answer_too_costly_to_evaluate_is_wrong_at_once(answer: str):
     assert time.monotonic() - began < 20
 
 
-async def test_answers_wait_for_a_costly_one_outside_of_their_time():
-    """One process makes the comparisons, whatever the number of threads."""
-    process = threading.Lock()
+async def test_answers_wait_for_a_costly_one_outside_of_their_time(monkeypatch: pytest.MonkeyPatch):
+    """One process makes the comparisons, whatever the number of threads; nothing else takes time."""
+    process, now_s = threading.Lock(), 0.0
 
     def compare(_: RewardSample) -> float:
+        nonlocal now_s
         with process:
-            time.sleep(0.05)
+            now_s += 0.05
         return 1.0
 
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s)
     config = config_of("math_rule", timeout_s=2.0, max_attempts=1)
     function = ThreadedFunction(compare, num_threads=config.max_concurrent, timeout_s=config.timeout_s)
     caller = RewardCaller(config, function)
