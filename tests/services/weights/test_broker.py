@@ -184,6 +184,7 @@ async def test_a_hung_share_pauses_only_garbage_collection(
     assert looks == 1
     assert await broker.measure() == {}
     monkeypatch.setattr(transport, "stored", look)
+    monkeypatch.setattr(service, "CHECK_INTERVAL_S", 60.0)
     gate.open("wb").close()
     await wait_until(lambda: broker._threads.num_hung == 0)
     assert await broker.collect() == 1

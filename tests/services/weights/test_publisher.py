@@ -212,13 +212,13 @@ async def test_announcing_does_not_hold_up_the_next_step(
         stage, may_store = learner.publisher._transport.stage, threading.Event()
 
         def slow_stage(*args: object) -> object:
-            may_store.wait(10)
+            may_store.wait(60)
             return stage(*args)  # type: ignore[arg-type]
 
         monkeypatch.setattr(learner.publisher._transport, "stage", slow_stage)
         started = time.monotonic()
         learner.publish(0)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
         assert learner.publisher.newest() is None
         may_store.set()
     assert progress(server)[b"version"] == b"0"

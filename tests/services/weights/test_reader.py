@@ -106,7 +106,7 @@ class Mesh:
     async def close(self) -> None:
         if self.following:
             self.following.cancel()
-            await asyncio.wait_for(asyncio.gather(self.following, return_exceptions=True), 5)
+            await asyncio.wait_for(asyncio.gather(self.following, return_exceptions=True), 30)
 
 
 def threads() -> int:
@@ -256,10 +256,12 @@ async def test_an_opened_version_commits_only_if_the_caller_succeeds() -> None:
 
 
 async def test_the_time_to_read_counts_the_base_of_a_version(mesh: Mesh) -> None:
+    may_open = threading.Event()
+
     class SlowShare(Share):
         @contextmanager
         def fetch(self, manifest: Manifest) -> Iterator[Path]:
-            time.sleep(0.5)
+            may_open.wait(0.5 if manifest.anchor else None)
             yield Path(manifest.location)
 
     mesh.subscriber._transport = SlowShare(RUN, mesh.folder)
@@ -271,6 +273,7 @@ async def test_the_time_to_read_counts_the_base_of_a_version(mesh: Mesh) -> None
     with pytest.raises(WeightsError, match=r"within 0\.05 s"):
         async with mesh.subscriber.fetch(structs.replace(adapter, anchor=None)):
             raise AssertionError("it was not opened")
+    may_open.set()
 
 
 async def test_a_replica_ends_at_once_while_a_read_hangs(async_redis: Redis, tmp_path: Path) -> None:

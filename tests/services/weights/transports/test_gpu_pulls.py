@@ -208,7 +208,7 @@ def test_the_checksum_depends_on_values_and_not_on_memory_layout() -> None:
 def test_a_replica_may_load_longer_than_a_read_and_its_slot_last(
     redis_url: str, replica: DeviceTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_pulls, "HEARTBEAT_TTL_S", 4)
+    monkeypatch.setattr(gpu_pulls, "HEARTBEAT_TTL_S", 5)
     monkeypatch.setattr(gpu_pulls, "CHECK_INTERVAL_S", 0.1)
     monkeypatch.setattr(device, "PULL_POLL_S", 0.1)
     outcomes: list[str] = []
@@ -219,7 +219,7 @@ def test_a_replica_may_load_longer_than_a_read_and_its_slot_last(
         outcomes[:] = ["sent"]
 
     no_retry = Retry(NoBackoff(), 0)
-    with redis.Redis.from_url(redis_url, socket_timeout=2.0, retry=no_retry) as client:
+    with redis.Redis.from_url(redis_url, socket_timeout=4.0, retry=no_retry) as client:
         learner = DeviceTransport("ipc", RUN, client, sender=send)
         manifest = stage(learner, 0)
         with replica.fetch(manifest):
