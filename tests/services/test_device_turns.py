@@ -97,10 +97,10 @@ async def an_engine(redis: Redis, name: str = "engine") -> AsyncIterator[Engine]
 
 
 @contextmanager
-def a_learner(redis: Redis) -> Iterator[LearnerTurns]:
-    with LearnerLease(redis, "run", "learner", LEASE_S) as lease:
+def a_learner(redis: Redis, lease_s: float = LEASE_S) -> Iterator[LearnerTurns]:
+    with LearnerLease(redis, "run", "learner", lease_s) as lease:
         lease.acquire(wait_s=30)
-        yield LearnerTurns(redis, "run", "", lease.epoch, LEASE_S)
+        yield LearnerTurns(redis, "run", "", lease.epoch, lease_s)
 
 
 async def begin(learner: LearnerTurns) -> bool:
@@ -145,10 +145,13 @@ async def test_an_engine_wakes_when_its_learner_is_killed(redis: Redis, redis_ur
             successor.end()
 
 
-async def test_an_engine_sleeps_while_a_lease_may_still_be_renewed(redis: Redis) -> None:
+async def test_an_engine_sleeps_while_a_lease_may_still_be_renewed(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As after an outage of Redis longer than the lease."""
+    monkeypatch.setattr("offbeat.services.redis.lease.RENEWALS_PER_TIMEOUT", 40)
     async with an_engine(redis) as engine:
-        with a_learner(redis) as learner:
+        with a_learner(redis, lease_s=60.0) as learner:
             assert await begin(learner)
             redis.delete(KEYS.lease)
             await wait_until(lambda: bool(redis.exists(KEYS.lease)), every_s=0.001)

@@ -332,7 +332,7 @@ async def test_the_bound_on_streams_holds_for_concurrent_calls_and_clients_that_
     """Each round opens more at once than are allowed; the clients then vanish, half of them before an answer."""
     await api.start("a")
     async with served(api) as url:
-        port = int(url.rpartition(":")[2])
+        port, idle = int(url.rpartition(":")[2]), len(asyncio.all_tasks())
         for _ in range(3):
             opened = await asyncio.gather(*(open_stream(port) for _ in range(MAX_WATCHERS + 16)))
             statuses = await asyncio.gather(*(read_status(reader) for reader, _ in opened))
@@ -357,7 +357,7 @@ async def test_the_bound_on_streams_holds_for_concurrent_calls_and_clients_that_
                 return statuses == [200] * MAX_WATCHERS
 
             await wait_until(has_all_room)
-            await wait_until(lambda: not open_sockets(port))
+            await wait_until(lambda: not open_sockets(port) and len(asyncio.all_tasks()) == idle)  # it has noticed
 
 
 async def open_stream(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
