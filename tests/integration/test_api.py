@@ -13,7 +13,7 @@ import offbeat
 from tests.integration.mesh import HF_INFER, SMALL
 from tests.paths import QUICKSTART, ROOT
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
 
 
 def outputs_of(cell: nbformat.NotebookNode) -> str:

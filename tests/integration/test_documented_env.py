@@ -11,7 +11,7 @@ from tests.integration.mesh import HF_INFER
 from tests.integration.steering import OFFBEAT
 from tests.paths import ROOT
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
 
 MIN_SUCCESS = 0.6
 """Always answering the same word gives .33."""

@@ -33,7 +33,7 @@ from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import PackedPolicy
 from tests.integration.policy_weights import write_policy
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 FLOAT_NOISE = 5e-5
 CONFIG = GenerationConfig(

@@ -50,7 +50,7 @@ from tests.integration.policy_weights import (
     write_policy,
 )
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 logger = logging.getLogger(__name__)
 

@@ -55,7 +55,7 @@ from offbeat.trainer.training.optimizer_step import StepModels
 from tests.fakes import train_on
 from tests.trainer.plain_engine import PlainEngine
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 FLOAT_NOISE = 5e-5
 CONFIG = GenerationConfig(model_args=EngineModelArgs(dtype="float32"), kv_cache_gib=0.25)

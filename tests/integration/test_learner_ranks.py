@@ -20,6 +20,7 @@ from tests.integration.rendezvous_rank import RUN
 from tests.paths import ROOT
 
 HERE = Path(__file__).parent
+pytestmark = pytest.mark.timeout(600)
 
 
 def test_two_processes_learn_what_one_learns(redis_url: str, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.integration.steering import OFFBEAT
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
 
 ARCHIVE = Path(__file__).with_name("data") / "run-0.1.tar.xz"
 GROUPS_PER_STEP, STEPS = 2, 6

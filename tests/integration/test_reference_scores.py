@@ -13,7 +13,7 @@ from offbeat.trainer.training.score_files import ROWS_PER_FILE
 from tests.integration.reference_rank import NUM_ROWS, PAIR, write_rows
 from tests.paths import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_a_stop_ends_the_scoring_of_rows_on_all_ranks(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ from tests.integration.tinker_client import (
 from tests.waiting import PATIENCE_S, wait_until_sync
 
 KEY, OTHER_KEY = "tml-one", "tml-other"
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,6 @@ def test_a_mixture_of_experts_learns_and_its_samples_have_the_trained_logprobs(t
         assert server.stop() == 0
 
 
-@pytest.mark.timeout(300)
 def test_vllm_samples_for_more_models_than_it_holds(tmp_path: Path) -> None:
     """Its keys and values of the base, of a snapshot and of the newest weights stay apart."""
     with running_server(tmp_path / "run", "tinker.engine=vllm", "tinker.max_adapters=2") as server:

@@ -24,9 +24,12 @@ from tests.waiting import PATIENCE_S, wait_until_sync
 KEY, OTHER_KEY = "tml-one", "tml-other"
 HOUR_S = 3600
 PROMPT, ONE_TOKEN = types.ModelInput.from_ints(SENTENCE[:2]), types.SamplingParams(max_tokens=1)
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:DEPRECATED:FutureWarning", "ignore::tinker.lib.experimental.ExperimentalWarning"
-)
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings(
+        "ignore:DEPRECATED:FutureWarning", "ignore::tinker.lib.experimental.ExperimentalWarning"
+    ),
+]
 
 
 class Clients:

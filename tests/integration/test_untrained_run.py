@@ -9,7 +9,7 @@ import pytest
 from offbeat.deploy.cli.train import UNTRAINED
 from tests.integration.steering import OFFBEAT
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
 
 ENV = """
 import gymnasium
