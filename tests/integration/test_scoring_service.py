@@ -4,15 +4,20 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import cast
 
+import pytest
 import torch
 
 from offbeat.services.metric_registry import find_metric
 from tests.integration.learner_run import ENVIRONMENT, Run, a_run
 from tests.waiting import wait_until_sync
 
+pytestmark = pytest.mark.timeout(900)
+
+WAIT_S = 3.0
 SCORER = """
 import sys
 from offbeat.services.telemetry import configure_logging
@@ -36,21 +41,27 @@ def activity(run: Run) -> dict[str, object]:
     return json.loads(raw or b"{}")
 
 
+def waits_for_score(run: Run) -> bool:
+    """Whether the learner waits for one score for longer than it would wait for one that is there, or train a step."""
+    doing = activity(run)
+    return doing.get("stage") == "scoring" and time.time() > float(str(doing["since"])) + WAIT_S
+
+
 def test_a_service_gives_the_weights_of_a_reference_in_the_learner_through_kills(redis_server: str, tmp_path: Path):
     with a_run(redis_server, tmp_path, "inside", PENALTY) as inside:
         assert inside.start().wait(timeout=240) == 0
     with a_run(redis_server, tmp_path, "beside", SERVICE) as run:
         scorer, learner = start_scorer(run, "a"), run.start()
-        wait_until_sync(lambda: run.published() >= 1, timeout_s=120)
+        wait_until_sync(lambda: run.published() >= 1, timeout_s=240)
         scorer.send_signal(signal.SIGSTOP)  # at the latest when it holds a group
-        wait_until_sync(lambda: activity(run).get("stage") == "scoring", timeout_s=60)
+        wait_until_sync(lambda: waits_for_score(run), timeout_s=240)
         assert activity(run)["roles"] == "reference"
         published = run.published()
         scorer.kill()
         scorer.wait()
         assert run.published() == published, "nothing is trained without its score"
         start_scorer(run, "b")
-        wait_until_sync(lambda: run.published() >= 3, timeout_s=120)
+        wait_until_sync(lambda: run.published() >= 3, timeout_s=240)
         learner.kill()
         learner.wait()
         assert run.start().wait(timeout=240) == 0
