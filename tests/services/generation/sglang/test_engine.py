@@ -171,13 +171,16 @@ async def test_running_requests_continue_under_new_weights(
     """Each token has the version that sampled it; the server is asked in the order that SGLang needs."""
     started = await start(on_weight_update=on_update)
     await started.engine.load(weights(tmp_path, 1), 0)
-    running = asyncio.create_task(started.engine.generate(request_of("long", most=400), 0))
+    running = asyncio.create_task(started.engine.generate(request_of("long", most=4000), 0))
     await wait_until(lambda: started.running(1))
+    await started.engine.generate(request_of("before"), 0)
     times = await started.engine.load(weights(tmp_path, 2), 1)
+    await started.engine.generate(request_of("after"), 1)
+    await started.engine.abort(["long"])
     answer = await running
     (first, second) = answer.versions
-    assert (first.version, second.version, second.end) == (0, 1, 400)
-    assert answer.token_ids == (1,) * first.end + (2,) * (400 - first.end)
+    assert (first.version, second.version, second.end) == (0, 1, len(answer.token_ids))
+    assert answer.token_ids == (1,) * first.end + (2,) * (second.end - first.end)
     assert answer.logprobs == pytest.approx([-1 / (token + 1) for token in answer.token_ids])
     assert times.pause_s >= times.load_s > 0
     *_, pause, update, resume = await started.calls(
@@ -332,8 +335,9 @@ async def test_a_replica_serves_what_a_broker_publishes(start: Start, tmp_path: 
     waiting = asyncio.create_task(ask(replace(request_of("waits"), min_version=1)))
     await broker.publish_number(0, 5)
     await wait_until(lambda: replica.status()["version"] == 0)
-    running = asyncio.create_task(ask(request_of("runs", most=400)))
+    running = asyncio.create_task(ask(request_of("runs", most=4000, stop=(6,))))
     await wait_until(lambda: started.running(1))
+    await started.engine.generate(request_of("before"), 0)
     await broker.publish_number(1, 6)
     assert (await waiting).token_ids == (6,) * 4
     answer = await running
