@@ -9,6 +9,8 @@ from moto.backends import get_backend
 from moto.server import ThreadedMotoServer
 from s3fs import S3FileSystem
 
+from offbeat.services.process import free_port
+
 BUCKET = "runs"
 SECRET = "do-not-print-me"
 
@@ -25,7 +27,7 @@ def s3_environment(port: int) -> Mapping[str, str]:
 @contextmanager
 def s3_server(port: int = 0) -> Iterator[int]:
     """Serve this process's S3; yield its port."""
-    server = ThreadedMotoServer("127.0.0.1", port, verbose=False)
+    server = ThreadedMotoServer("127.0.0.1", port or free_port(), verbose=False)
     server.start()
     try:
         yield server.get_host_and_port()[1]
