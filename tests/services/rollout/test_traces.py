@@ -43,7 +43,7 @@ async def play_groups(
     ]
     running = [asyncio.create_task(worker.run()) for worker in workers]
     try:
-        groups = [await asyncio.to_thread(run.learner.take, 20.0) for _ in range(NUM_GROUPS)]
+        groups = [await asyncio.to_thread(run.learner.take, 60.0) for _ in range(NUM_GROUPS)]
     finally:
         for worker in workers:
             worker.stop()

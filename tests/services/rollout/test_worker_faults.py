@@ -109,7 +109,7 @@ async def test_evaluation_tasks_are_found_within_the_lock_of_a_tag(bench):
     assert {each.metrics["met"] for each in b.buffer.submitted.values()} == {0.0}
 
 
-@pytest.mark.parametrize(("execution", "timeout_s"), [("thread", 1.0), ("process", 25.0)])
+@pytest.mark.parametrize(("execution", "timeout_s"), [("thread", 4.0), ("process", 25.0)])
 async def test_a_hanging_task_id_fails_its_evaluation_with_the_tag(
     bench, tmp_path: Path, execution: str, timeout_s: float
 ):
