@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from offbeat.benchmarks import scale
 from offbeat.deploy.cli.app import app
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 def result_of(folder: Path, *arguments: str) -> dict[str, Any]:
@@ -82,7 +82,6 @@ def test_plan_predicts_each_row_from_another(tmp_path: Path) -> None:
         assert row["error"] == pytest.approx(row["predicted"] / row["measured"] - 1)
 
 
-@pytest.mark.timeout(300)
 def test_weights_are_published_to_an_engine_that_generates(tmp_path: Path) -> None:
     result = result_of(tmp_path, "weights")
     (row,) = result["settings"]
@@ -94,7 +93,6 @@ def test_weights_are_published_to_an_engine_that_generates(tmp_path: Path) -> No
     assert (deltas["differences"], deltas["versions"]) == (2, 3)
 
 
-@pytest.mark.timeout(300)
 def test_the_console_is_measured_on_an_active_run(tmp_path: Path) -> None:
     result = result_of(tmp_path, "console")
     assert result["trajectories"] > 640

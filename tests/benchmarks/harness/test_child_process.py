@@ -118,4 +118,4 @@ def test_a_busy_process_dies_with_its_parent(tmp_path: Path) -> None:
     with parent:
         pid = int(parent.stdout.readline())
         parent.kill()
-    wait_until_sync(lambda: has_ended(pid), timeout_s=30)
+    wait_until_sync(lambda: has_ended(pid))

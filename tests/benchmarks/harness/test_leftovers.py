@@ -18,7 +18,7 @@ from tests.benchmarks.processes import has_ended
 from tests.paths import ROOT
 from tests.waiting import wait_until_sync
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 BENCHMARK = """
     import os, sys
@@ -83,4 +83,4 @@ def test_a_benchmark_that_is_ended_leaves_nothing(end: signal.Signals | str):
         bench.kill()
         bench.stdout.close()
     folder = Path(name)
-    wait_until_sync(lambda: not (left_by(folder) or folder.exists()) and has_ended(int(server)), timeout_s=30)
+    wait_until_sync(lambda: not (left_by(folder) or folder.exists()) and has_ended(int(server)))
