@@ -14,6 +14,7 @@ from offbeat.deploy.components.learner_host import LEARNER_LOG, learner_key, rea
 from offbeat.deploy.config.loader import load_run
 from offbeat.services.keys import RunKeys
 from tests.paths import QUICKSTART
+from tests.processes import has_ended
 from tests.waiting import wait_until_sync
 
 pytestmark = pytest.mark.timeout(300)
@@ -43,13 +44,6 @@ async def test_a_host_of_an_earlier_run_is_replaced(redis_url: str, tmp_path: Pa
         await new.ensure()
         assert read_status(redis, RUN).started
         wait_until_sync((tmp_path / "new" / LEARNER_LOG).exists)
-        wait_until_sync(lambda: has_ended(learner))
+        wait_until_sync(lambda: has_ended(learner.pid))
         await new.stop(now=True)
         await new.forget()
-
-
-def has_ended(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE or not process.is_running()
-    except psutil.NoSuchProcess:
-        return True

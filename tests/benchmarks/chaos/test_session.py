@@ -35,8 +35,8 @@ from offbeat.benchmarks.chaos.report import ChaosReport, InjectedFault
 from offbeat.deploy.cli.app import app
 from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.redis.server import EmbeddedRedis, server_binary
-from tests.benchmarks.processes import has_ended
 from tests.paths import ROOT
+from tests.processes import has_ended
 from tests.waiting import wait_until_sync
 
 pytestmark = pytest.mark.slow

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from offbeat.benchmarks.harness.process_actor import ProcessActor
-from tests.benchmarks.processes import has_ended
 from tests.paths import ROOT
+from tests.processes import has_ended
 from tests.waiting import wait_until_sync
 
 pytestmark = pytest.mark.timeout(120)

@@ -14,8 +14,8 @@ from offbeat.benchmarks.harness.environment import bench_environment
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.transports.base import write_bytes
 from offbeat.services.weights.transports.factory import make_transport
-from tests.benchmarks.processes import has_ended
 from tests.paths import ROOT
+from tests.processes import has_ended
 from tests.waiting import wait_until_sync
 
 pytestmark = pytest.mark.slow

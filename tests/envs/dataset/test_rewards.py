@@ -17,6 +17,7 @@ from offbeat.envs import registry
 from offbeat.envs.dataset import math_checker
 from offbeat.envs.dataset.final_answer import candidates
 from offbeat.envs.dataset.math_checker import MathChecker
+from tests.processes import has_ended
 from tests.waiting import wait_until_sync
 
 MEETING = Path(__file__).parents[1] / "isolation" / "meeting.py"
@@ -304,14 +305,7 @@ def test_a_checker_ends_with_its_process():
         "assert checker.is_equal('12', '12'); print(psutil.Process().children()[0].pid, flush=True); os._exit(0)"
     )
     pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-    wait_until_sync(lambda: not is_running(pid))
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # its new parent may reap it between two looks
-        return False
+    wait_until_sync(lambda: has_ended(pid))
 
 
 def _cpu_s() -> float:

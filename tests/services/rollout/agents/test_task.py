@@ -115,8 +115,7 @@ def test_only_the_end_of_a_commands_output_is_retained():
     much = "[print('x' * 2**16, file=file) for file in (sys.stdout, sys.stderr) for _ in range(512)]"
     says = f"import sys; {much}; print('{{\"reward\": 1}}')"
     plain = AgentTask("", "", "", "", "policy", "Tag", 1, "", "", 3).plain()
-    results: list[Any] = []
-    assert measure_memory(lambda: results.append(run([sys.executable, "-c", says], plain)))[1] < 16 * MAX_OUTPUT_BYTES
+    assert measure_memory(lambda: run([sys.executable, "-c", says], plain))[1] < 16 * MAX_OUTPUT_BYTES
     assert run([sys.executable, "-c", says], plain) == {"reward": 1}
     with pytest.raises(RuntimeError, match=r"exit status 3: .*no such room"):
         run([sys.executable, "-c", "import sys; print('no such room', file=sys.stderr); sys.exit(3)"], plain)
