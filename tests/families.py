@@ -38,6 +38,9 @@ LINEAR = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 64}
+CONV = {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}
+SHARED_EXPERT = EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32}
 CHANGES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 8},
     "qwen2_moe": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32},
@@ -68,16 +71,30 @@ CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v2": ROUTED | LATENT | {"num_key_value_heads": 4},
     "deepseek_v3": ROUTED | LATENT | {"num_key_value_heads": 4},
     "qwen3_5_text": LINEAR | {"head_dim": 16},
-    "qwen3_next": LINEAR | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32, "head_dim": 16},
-    "lfm2": {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "block_auto_adjust_ff_dim": False},
-    "granitemoehybrid": {
+    "qwen3_5_moe_text": LINEAR | SHARED_EXPERT | {"head_dim": 16},
+    "qwen3_next": LINEAR | SHARED_EXPERT | {"head_dim": 16},
+    "olmo_hybrid": LINEAR,
+    "lfm2": CONV | {"block_auto_adjust_ff_dim": False},
+    "lfm2_moe": CONV | EXPERTS | {"num_experts": 4, "num_dense_layers": 1},
+    "granitemoehybrid": MAMBA
+    | {
         "layer_types": ["linear_attention", "full_attention"],
-        "mamba_n_heads": 8,
-        "mamba_d_head": 16,
-        "mamba_d_state": 16,
         "num_local_experts": 0,
         "shared_intermediate_size": 64,
     },
+    "bamba": MAMBA | {"attn_layer_indices": [1]},
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 128, "head_dim": 16},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 1,
+        "head_dim": 16,
+        "chunk_size": 64,
+    },
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"], "hybrid_layer_ids": [1]},
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 64},
     "bloom": {"n_layer": 2, "n_head": 2},
     "mpt": {"d_model": 64, "n_layers": 2, "n_heads": 2, "max_seq_len": 128},

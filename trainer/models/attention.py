@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from offbeat.trainer.models.dot_product import dot_product_attention
-from offbeat.trainer.models.packing import Packing
+from offbeat.trainer.models.packing import Packing, pad, unpad
 from offbeat.trainer.models.tree_attention import tree_attention
 
 PACKED_ATTENTION = "offbeat_packed"
@@ -76,9 +76,10 @@ def _padded(
     dropout: float,
     window: int | None,
 ) -> Tensor:
-    buckets = zip(*(_pad(states, packing) for states in (query, key, value)), strict=True)
+    buckets = zip(*(pad(states[0].transpose(0, 1), packing) for states in (query, key, value)), strict=True)
     rows: list[Tensor] = []
-    for q, k, v in buckets:
+    for bucket in buckets:
+        q, k, v = (states.transpose(1, 2) for states in bucket)
         length = q.shape[2]
         mask = None if window is None or window >= length else _sliding_window_mask(length, window, query.device)
         out = dot_product_attention(
@@ -91,21 +92,8 @@ def _padded(
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        rows.append(out.transpose(1, 2).flatten(0, 1))
-    out = rows[0] if len(rows) == 1 else torch.cat(rows)
-    return (out if packing.slots is None else out.index_select(0, packing.slots))[None]
-
-
-def _pad(states: Tensor, packing: Packing) -> list[Tensor]:
-    """Right-pad with zeros: [1, H, N, D] -> [B, H, L, D] of each bucket."""
-    rows = states[0].transpose(0, 1)
-    sizes = [count * length for count, length in packing.buckets]
-    if packing.slots is not None:
-        rows = rows.new_zeros(sum(sizes), *rows.shape[1:]).index_copy(0, packing.slots, rows)
-    return [
-        part.view(*bucket, *rows.shape[1:]).transpose(1, 2)
-        for part, bucket in zip(rows.split(sizes), packing.buckets, strict=True)
-    ]
+        rows.append(out.transpose(1, 2))
+    return unpad(rows, packing)[None]
 
 
 def _sliding_window_mask(length: int, window: int, device: torch.device) -> Tensor:

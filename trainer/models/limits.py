@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from offbeat.services.generation.config import AttentionName
+from offbeat.trainer.models.recurrent_layers import RECURRENT_LAYERS
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 CHUNKED = "chunked_attention"
@@ -45,12 +46,12 @@ def packing_problem(auto: Any, folder: Path, attention: AttentionName = "auto", 
         return f"{auto.__name__} of transformers has no {name}: take a family that it has, {EXAMPLES}"
     if name in RANDOM_EXPERTS:
         return f"{name} draws its experts at random in training, others than the engine's: {INSTEAD}"
-    layers = set(getattr(text, "layer_types", None) or ())
-    if others := sorted(layers - ATTENTION_LAYERS - {CHUNKED}):
+    layers, is_packed = set(getattr(text, "layer_types", None) or ()), text.model_type in RECURRENT_LAYERS
+    if not is_packed and (others := sorted(layers - ATTENTION_LAYERS - {CHUNKED})):
         return f"{name} has layers of {', '.join(others)}, by which packed sequences would change each other: {INSTEAD}"
-    if kind._is_stateful and not layers:  # layers of attention alone hold no state
+    if kind._is_stateful and not layers and not is_packed:  # layers of attention alone hold no state
         return f"{name} is recurrent, so that packed sequences would change each other: {INSTEAD}"
-    if not kind._supports_attention_backend and attention not in OWN_MASKS.get(name, ()):
+    if not (kind._supports_attention_backend or is_packed) and attention not in OWN_MASKS.get(name, ()):
         instead = f"set attn_implementation to eager, or {INSTEAD}" if name in OWN_MASKS else INSTEAD
         return f"transformers can't replace the attention of {name}, so that packed sequences would mix: {instead}"
     if name in SINKS:

@@ -20,6 +20,7 @@ from offbeat.trainer.models.attention import PACKED_ATTENTION
 from offbeat.trainer.models.limits import needs_eager_attention, packing_problem
 from offbeat.trainer.models.lora import add_adapters
 from offbeat.trainer.models.policy import PackedCritic, PackedPolicy
+from offbeat.trainer.models.recurrent_layers import pack_recurrent_layers
 from offbeat.trainer.models.reward_model import PackedRewardModel
 from offbeat.trainer.models.vision import PackedVisionPolicy
 
@@ -133,6 +134,7 @@ def _load(auto: Any, folder: Path, args: ModelArgs, seed: int, **settings: int) 
     if args.attn_implementation == "auto" and needs_eager_attention(model):
         model.set_attn_implementation("eager")  # which masks packed sequences by their positions
     disable_dropout(model)
+    pack_recurrent_layers(model, model.config.get_text_config().model_type)
     if not args.disable_gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return cast(PreTrainedModel, model)

@@ -75,6 +75,23 @@ def _bucket(lengths: Sequence[int]) -> tuple[LengthBucket, ...]:
     return (*buckets, LengthBucket(len(lengths) - start, lengths[start]))
 
 
+def pad(rows: Tensor, packing: Packing) -> list[Tensor]:
+    """Right-pad with zeros: [N, ...] -> [B, L, ...] of each bucket."""
+    sizes = [count * length for count, length in packing.buckets]
+    if packing.slots is not None:
+        rows = rows.new_zeros(sum(sizes), *rows.shape[1:]).index_copy(0, packing.slots, rows)
+    return [
+        part.view(*bucket, *rows.shape[1:]) for part, bucket in zip(rows.split(sizes), packing.buckets, strict=True)
+    ]
+
+
+def unpad(buckets: Sequence[Tensor], packing: Packing) -> Tensor:
+    """Drop the padding: [B, L, ...] of each bucket -> [N, ...]."""
+    parts = [part.flatten(0, 1) for part in buckets]
+    rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return rows if packing.slots is None else rows.index_select(0, packing.slots)
+
+
 @dataclass(frozen=True, slots=True)
 class PackedInput:
     """Input of one forward pass.

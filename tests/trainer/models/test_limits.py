@@ -20,7 +20,7 @@ PACKED = (
     *("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama", "mistral", "gemma", "gemma2", "gemma3_text", "gemma4_text"),
     *("phi3", "glm", "glm4", "glm4_moe", "deepseek_v2", "deepseek_v3", "granite", "olmo2", "gpt2", "smollm3", "opt"),
 )
-RECURRENT = ("lfm2", "qwen3_5_text", "qwen3_next", "granitemoehybrid", "mamba", "recurrent_gemma", "rwkv")
+RECURRENT = ("mamba", "mamba2", "jamba", "recurrent_gemma", "rwkv", "zamba2")
 OWN_ATTENTION = ("bloom", "mpt", "falcon", "gptj", "gpt_neo", "codegen", "stablelm")
 LENGTHS = (40, 7, 23)
 LONGROPE = {
@@ -126,7 +126,7 @@ def test_a_hybrid_family_without_a_recurrent_layer_is_packed(tmp_path: Path) -> 
     assert leak(load_policy(tmp_path, ModelArgs(), seed=0).eval()) < 1e-4
 
 
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text", "bloom"])
+@pytest.mark.parametrize("family", ["mamba2", "bloom"])
 def test_refused_models_would_leak(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_family(tmp_path, family)
     monkeypatch.setattr(loading, "packing_problem", lambda *_: None)

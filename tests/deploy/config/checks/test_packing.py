@@ -30,20 +30,20 @@ def problems(*overrides: str, file: Path = QUICKSTART) -> dict[str, str]:
 )
 def test_each_role_that_packs_is_checked(key: str, overrides: tuple[str, ...], tmp_path: Path) -> None:
     write_family(tmp_path / "good", "qwen3")
-    write_family(tmp_path / "bad", "qwen3_next")
+    write_family(tmp_path / "bad", "mamba2")
     plus = "+" if key.startswith("teacher") else ""
     assert problems(f"{plus}{key}={tmp_path / 'good'}", *overrides) == {}
     found = problems(f"{plus}{key}={tmp_path / 'bad'}", *overrides)
     assert list(found) == [key]
-    assert "qwen3_next has layers of linear_attention" in found[key]
+    assert "mamba2 has layers of linear_attention" in found[key]
 
 
 def test_a_reward_model_is_of_an_architecture_with_a_head(tmp_path: Path) -> None:
     file = CONFIGS / "reward_model.yaml"
     write_family(tmp_path / "good", "qwen3")
-    write_family(tmp_path / "bad", "lfm2")
+    write_family(tmp_path / "bad", "mamba2")
     assert problems(f"pretrain={tmp_path / 'good'}", file=file) == {}
-    assert "lfm2" in problems(f"pretrain={tmp_path / 'bad'}", file=file)["pretrain"]
+    assert "mamba2" in problems(f"pretrain={tmp_path / 'bad'}", file=file)["pretrain"]
 
 
 def test_each_role_is_checked_with_its_own_attention(tmp_path: Path) -> None:
