@@ -6,6 +6,7 @@ LEARNER_DEVICE: `cpu` by default, or `cuda`.
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,10 +36,15 @@ SMOOTH = TrainingArgs(adam_epsilon=1e-3, weight_decay=0.1)
 """Adam with its usual epsilon makes full steps of gradients that are mere rounding, such as those of key biases."""
 
 
-def fixed_batch(micro_batches: int = 3) -> list[PackedInput]:
+LENGTHS = (5, 4, 9, 6, 7, 8)
+RAGGED = (5, 4, 150, 6, 7, 8)
+"""Of which one micro-batch is padded to two lengths, the others to one."""
+
+
+def fixed_batch(micro_batches: int = 3, lengths: Sequence[int] = LENGTHS) -> list[PackedInput]:
     """Sequences of 4 to 9 tokens, cut into micro-batches; the same ones however they are cut."""
     generator = torch.Generator().manual_seed(0)
-    sequences = [torch.randint(0, 11, (n,), generator=generator) for n in (5, 4, 9, 6, 7, 8)]
+    sequences = [torch.randint(0, 11, (n,), generator=generator) for n in lengths]
     size = len(sequences) // micro_batches
     batch: list[PackedInput] = []
     for start in range(0, len(sequences), size):
@@ -50,17 +56,18 @@ def fixed_batch(micro_batches: int = 3) -> list[PackedInput]:
 
 def engine_of(name: str, model: Path, ranks: Ranks) -> TrainEngine[Any]:
     """name: a ZeRO stage, or `fsdp2`; with `-head`, of a policy with a value head; with `-half`, in float16; with `-bf16`,
-    in bfloat16; with `-lora`, of adapters; with `-checkpointing`, activations recomputed."""
+    in bfloat16; with `-lora`, of adapters; with `-checkpointing`, activations recomputed; with `-ragged`, likewise, on
+    `RAGGED`, with `-lora-ragged`, of adapters."""
     kind, _, variant = name.partition("-")
     args = ModelArgs(
         dtype=DTYPES.get(variant, "float32"),
-        lora_target="all-linear" if variant == "lora" else None,
-        disable_gradient_checkpointing=variant != "checkpointing",
+        lora_target="all-linear" if variant.startswith("lora") else None,
+        disable_gradient_checkpointing=variant not in ("checkpointing", "ragged"),
     )
     policy = load_policy(model, args, seed=1, value_head=variant == "head")
     if kind == "fsdp2":
         return FSDP2Engine(policy, SMOOTH, ranks)
-    settings = SHARDED if name == "3-lora" else {}
+    settings = SHARDED if name.startswith("3-") and name.endswith(("lora", "ragged")) else {}
     strategy = StrategyArgs.model_validate({"zero_stage": int(kind), "strategy_config": settings})
     return DeepSpeedEngine(policy, SMOOTH, strategy, ranks)
 
@@ -144,7 +151,7 @@ def main(model: Path, out: Path, names: list[str]) -> None:
                     half_learned(engine, ranks.rank), out / f"{name}-{ranks.rank}-of-{ranks.world_size}.safetensors"
                 )
                 continue
-            batch = fixed_batch()
+            batch = fixed_batch(lengths=RAGGED if name.endswith("-ragged") else LENGTHS)
             for _ in range(2):
                 engine.train(batch, lambda _, said: -said.logprobs.sum() / 6, Hyperparameters(1e-2, 0.1))
             weights = {each: tensor.cpu().clone() for each, tensor in engine.tensors()}

@@ -35,6 +35,7 @@ from offbeat.trainer.engines.rank_passes import OnRanks
 from offbeat.trainer.engines.state_files import load_deepspeed_state
 from offbeat.trainer.models.lora import WeightForm, exported_weights
 from offbeat.trainer.models.packing import PackedInput
+from offbeat.trainer.models.recurrent_layers import recurrent_layers
 from offbeat.trainer.models.value_head import HEAD
 
 WRAPPER = "model."
@@ -269,7 +270,10 @@ def _initialize(
     """
     deepspeed = _deepspeed(ranks.device.type)
     from deepspeed.runtime.zero.utils import ZeRORuntimeException  # noqa: PLC0415
+    from deepspeed.utils import set_z3_leaf_module  # noqa: PLC0415
 
+    for layer in recurrent_layers(module):  # gathered whole, as ranks compute their parts unequally often
+        set_z3_leaf_module(layer, True)
     try:
         return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
     except (AssertionError, deepspeed.DeepSpeedConfigError, ZeRORuntimeException) as error:

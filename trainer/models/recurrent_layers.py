@@ -4,8 +4,9 @@ Invariant: a layer computes each sequence as alone. Sequences are padded with ze
 them depends on, so that this holds for any kernel.
 """
 
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from offbeat.trainer.models.packing import Packing, pad, unpad
@@ -29,6 +30,13 @@ class PackedRecurrentLayer:
     """Mixin before a recurrent layer's class. packing: of the next forward pass; None for a batch."""
 
     packing: Packing | None = None
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Pass hidden states by position and with a gradient, without which hooks of ZeRO-3 run before the backward pass."""
+        is_trained = any(parameter.requires_grad for parameter in cast(nn.Module, self).parameters())
+        if is_trained and torch.is_grad_enabled() and not hidden_states.requires_grad:
+            hidden_states = hidden_states.detach().requires_grad_()
+        return super().__call__(hidden_states, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Compute each sequence as alone: [1, N, H] -> [1, N, H].
