@@ -1,5 +1,5 @@
-"""Tensor and pipeline parallelism over GPUs learn what one learns, between turns of an engine, after a killed rank, and from
-each other's checkpoints: `pytest tests/gpu/test_layouts_gpu.py`.
+"""Tensor, pipeline and sequence parallelism over GPUs learn what one learns, between turns of an engine, after a killed
+rank, and from each other's checkpoints: `pytest tests/gpu/test_layouts_gpu.py`.
 """
 
 import os
@@ -21,7 +21,7 @@ from tests.integration.test_stage_kill import LAYOUTS, check_killed_rank, undist
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 
-SPLIT: dict[str, Layout] = {"tensor": (2, 1), "pipeline": (1, 2)}
+SPLIT: dict[str, Layout] = {"tensor": (2, 1), "pipeline": (1, 2), "ulysses": (1, 1, 2)}
 
 
 def test_two_gpus_learn_what_one_learns(tmp_path: Path) -> None:

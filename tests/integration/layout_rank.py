@@ -1,4 +1,6 @@
-"""One of four ranks that train small models in layouts of tensor, pipeline and data parallelism; see `test_layouts`."""
+"""One of four ranks that train small models in layouts of tensor, pipeline, sequence and data parallelism; see
+`test_layouts`.
+"""
 
 import sys
 from dataclasses import replace
@@ -23,33 +25,43 @@ HYPER = Hyperparameters(1e-2, 0.1, head_learning_rate=1e-1)
 STEPS = 2
 
 
-Layout = tuple[int, int]
-"""`tp_size` and `pp_size` of four ranks."""
+Layout = tuple[int, int] | tuple[int, int, int]
+"""`tp_size`, `pp_size` and, if any, `ulysses_size` of four ranks."""
 LAYOUTS: dict[str, dict[str, Layout]] = {
-    "tied": {"4x1": (4, 1), "1x2": (1, 2), "2x2": (2, 2)},
-    "untied": {"2x1": (2, 1), "1x4": (1, 4), "2x2": (2, 2)},
+    "tied": {"4x1": (4, 1), "1x2": (1, 2), "2x2": (2, 2), "u2": (1, 1, 2)},
+    "untied": {"2x1": (2, 1), "1x4": (1, 4), "2x2": (2, 2), "u4": (1, 1, 4)},
 }
 """By model, as the others."""
 RESUMED: dict[str, dict[str, tuple[str, Layout]]] = {
     "tied": {"4x1-2x2": ("4x1", (2, 2)), "1x2-2x1": ("1x2", (2, 1))},
-    "untied": {"2x1-4x1": ("2x1", (4, 1))},
+    "untied": {"2x1-4x1": ("2x1", (4, 1)), "u4-2x1": ("u4", (2, 1)), "2x1-u2": ("2x1", (1, 1, 2))},
 }
 """Layouts that continue from checkpoints of others."""
 TARGETS = {"tied": "all-linear", "untied": "q_proj,o_proj,down_proj,lm_head"}
 """Layers with adapters."""
-ADAPTED: dict[str, dict[str, Layout]] = {"tied": {"1x1": (1, 1), "2x1": (2, 1)}, "untied": {"1x2": (1, 2)}}
+ADAPTED: dict[str, dict[str, Layout]] = {
+    "tied": {"1x1": (1, 1), "2x1": (2, 1), "u4": (1, 1, 4)},
+    "untied": {"1x2": (1, 2)},
+}
 ADAPTED_RESUMED: dict[str, dict[str, tuple[str, Layout]]] = {
     "tied": {"1x1-2x2": ("1x1", (2, 2)), "2x1-1x2": ("2x1", (1, 2))},
     "untied": {"1x2-1x1": ("1x2", (1, 1))},
 }
-CRITICS: dict[str, dict[str, Layout]] = {"tied": {"2x1": (2, 1)}, "untied": {"2x2": (2, 2)}}
-HALF: dict[str, Layout] = {"2x1": (2, 1), "1x2": (1, 2)}
+CRITICS: dict[str, dict[str, Layout]] = {
+    "tied": {"2x1": (2, 1), "u2": (1, 1, 2)},
+    "untied": {"2x2": (2, 2)},
+}
+HALF: dict[str, Layout] = {"2x1": (2, 1), "1x2": (1, 2), "u2": (1, 1, 2)}
 """In 16 bits, of the tied model."""
+
+
+def sizes_of(layout: Layout) -> dict[str, int]:
+    return dict(zip(("tp_size", "pp_size", "ulysses_size"), layout, strict=False))
 
 
 def engine_of(model: Path, ranks: Ranks, layout: Layout, dtype: str = "float32") -> FSDP2Engine:
     policy = load_policy(model, model_args(model, dtype=dtype), seed=1, value_head=True)
-    return FSDP2Engine(policy, SMOOTH, ranks, tp_size=layout[0], pp_size=layout[1])
+    return FSDP2Engine(policy, SMOOTH, ranks, **sizes_of(layout))
 
 
 def model_args(model: Path, **settings: Any) -> ModelArgs:
@@ -61,7 +73,7 @@ def adapted_of(
 ) -> tuple[FSDP2Engine, AdapterFreeReference]:
     args = model_args(model, dtype=dtype, lora_target=TARGETS[model.name], lora_rank=3)
     policy = load_policy(model, args, seed=1, value_head=True)
-    engine = FSDP2Engine(policy, SMOOTH, ranks, tp_size=layout[0], pp_size=layout[1])
+    engine = FSDP2Engine(policy, SMOOTH, ranks, **sizes_of(layout))
     return engine, AdapterFreeReference(engine, policy)
 
 
@@ -103,7 +115,7 @@ def leave_and_return(engine: FSDP2Engine) -> None:
 def critic_learned(model: Path, ranks: Ranks, layout: Layout) -> dict[str, Tensor]:
     """Return what a critic of its own says after its steps."""
     critic = load_critic(model, ModelArgs(), seed=1)
-    engine = FSDP2Engine(critic, SMOOTH, ranks, tp_size=layout[0], pp_size=layout[1])
+    engine = FSDP2Engine(critic, SMOOTH, ranks, **sizes_of(layout))
     batch = fixed_batch()
     for _ in range(STEPS):
         engine.train(batch, lambda _, values: ((values - 1.0) ** 2).sum() / 6, HYPER)

@@ -1,4 +1,4 @@
-"""Tensor, pipeline and data parallelism: four processes learn what one learns, in every layout."""
+"""Tensor, pipeline, sequence and data parallelism: four processes learn what one learns, in every layout."""
 
 import os
 import subprocess

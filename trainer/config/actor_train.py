@@ -82,7 +82,7 @@ class TrainingArgs(ScheduleArgs, ConditionalConfig):
     max_skipped_steps: int = Field(default=5, ge=1)
     """Consecutive steps with non-finite gradients until the run fails; with float16, at the smallest loss scale."""
     max_tokens_per_microbatch: int = Field(default=8192, ge=1)
-    """Tokens per forward and backward pass."""
+    """Tokens per forward and backward pass, of all processes that share it."""
     num_minibatches: int = Field(default=1, ge=1)
     """Optimizer steps per pass over a batch."""
     per_device_train_batch_size: int | None = Field(default=None, ge=1)
@@ -116,6 +116,12 @@ class StrategyArgs(ConditionalConfig):
     """Pipeline stages over which layers are distributed, each of `tp_size` processes; `tp_size` x `pp_size` divides
     `num_processes`. ROLL's `pipeline_model_parallel_size`.
     """
+    ulysses_size: Annotated[int, OnlyWith(strategy_name=("fsdp2_train",), tp_size=(1,), pp_size=(1,))] = Field(
+        default=1, ge=1
+    )
+    """Consecutive processes over which the tokens of each micro-batch are split (sequence parallelism); divides
+    `num_processes`. ROLL's `model_args.ulysses_size`.
+    """
     zero_stage: Annotated[Literal[0, 1, 2, 3], OnlyWith(strategy_name=("deepspeed_train",))] = 0
     """ZeRO stage: 1 shards optimizer states, 2 also gradients, 3 also weights."""
     strategy_config: Annotated[dict[str, JsonValue], OnlyWith(strategy_name=("deepspeed_train",))] = Field(
@@ -125,8 +131,8 @@ class StrategyArgs(ConditionalConfig):
 
     @property
     def copy_size(self) -> int:
-        """Number of processes that hold one copy of the weights, without sharding."""
-        return self.tp_size * self.pp_size
+        """Number of consecutive processes that compute the same micro-batches."""
+        return self.tp_size * self.pp_size * self.ulysses_size
 
     @field_validator("strategy_name", mode="before")
     @classmethod
@@ -163,6 +169,10 @@ class ActorTrainConfig(Config):
         """Return whether DeepSpeed splits a model's optimizer over the processes: at stage 0 only that of 16 bits."""
         strategy = self.strategy_args
         return strategy.strategy_name == "deepspeed_train" and (strategy.zero_stage > 0 or args.dtype != "float32")
+
+    def num_pass_groups(self, world_size: int) -> int:
+        """Return the number of groups of processes whose passes go on at the same time, stages of a pipeline each."""
+        return max(1, world_size // (self.strategy_args.tp_size * self.strategy_args.ulysses_size))
 
     def with_default_rate(self, pretrain: str) -> "ActorTrainConfig":
         """Return a copy with a default learning rate."""
@@ -201,7 +211,7 @@ class ActorTrainConfig(Config):
             if rollout_batch_size % per_step:
                 raise ValueError(
                     "training_args: per_device_train_batch_size x gradient_accumulation_steps x num_processes / (tp_size x "
-                    f"pp_size) = {per_step} trajectories per optimizer step do not divide rollout_batch_size "
+                    f"pp_size x ulysses_size) = {per_step} trajectories per optimizer step do not divide rollout_batch_size "
                     f"{rollout_batch_size}"
                 )
             implied["num_minibatches"] = rollout_batch_size // per_step

@@ -39,6 +39,7 @@ KEYS: dict[str, str] = {
     f"{TABLE}.tensor_model_parallel_size": "actor_train.strategy_args.tp_size",
     f"{TABLE}.pp_size": "actor_train.strategy_args.pp_size",
     f"{TABLE}.pipeline_model_parallel_size": "actor_train.strategy_args.pp_size",
+    "actor_train.model_args.ulysses_size": "actor_train.strategy_args.ulysses_size",
     "custom_envs.*.env_config.env_instruction": "custom_envs.*.env_instruction",
     "critic.learning_rate": "critic.training_args.learning_rate",
     "critic.warmup_steps": "critic.training_args.warmup_steps",
@@ -98,7 +99,14 @@ NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     },
     "actor_infer.dtype": (("auto",), ""),
     **{f"{table}.generating_args.num_beams": ((1,), "answers are sampled") for table in ("actor_infer", *MANAGERS)},
-    **{f"{role}.model_args.ulysses_size": ((1,), "sequences are not split over devices") for role in ROLES},
+    **{
+        f"{role}.model_args.ulysses_size": (
+            (1,),
+            "set actor_train.strategy_args.ulysses_size, which holds for all roles",
+        )
+        for role in ROLES
+        if role != "actor_train"
+    },
     **{f"{role}.training_args.warmup_ratio": ((0, 0.0), "use warmup_steps") for role in ("actor_train", "critic")},
     **{f"{role}.use_remove_padding": ((True,), "sequences are always packed, without padding") for role in ROLES},
     "batch_adjust_mode": (("auto",), "a batch of any number of trajectories is divided over the processes as it is"),

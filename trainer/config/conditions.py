@@ -27,7 +27,7 @@ class OnlyWith:
         for key, accepted in self.needs.items():
             if key not in data or data[key] in accepted or (accepted is SET and data[key]):
                 continue
-            if accepted is SET or accepted == (True,):
+            if accepted is SET or (len(accepted) == 1 and accepted[0] is True):
                 return f"has no effect without {key}: set {key}{'' if accepted is SET else '=true'}, or leave this out"
             required = " or ".join(_format(value) for value in accepted)
             return f"has no effect with {key}={_format(data[key])}: leave it out, or take {key}={required}"

@@ -1,6 +1,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+
 
 def find_obstacle(architecture: Mapping[str, Any], size: int) -> str:
     """Return why layers can't be split over `size` processes, or "". architecture: `config.json` of the text model."""
@@ -13,6 +15,19 @@ def find_obstacle(architecture: Mapping[str, Any], size: int) -> str:
     for key, count in counts.items():
         if isinstance(count, int) and count % size:
             return f"the model's {key}, {count}, is not a multiple of it"
+    return ""
+
+
+def find_sequence_obstacle(architecture: Mapping[str, Any], size: int) -> str:
+    """Return why tokens can't be split over `size` processes, or "". architecture: as in `find_obstacle`."""
+    heads = architecture.get("num_attention_heads")
+    shared = architecture.get("num_key_value_heads") or heads
+    if isinstance(heads, int) and heads % size:
+        return f"the model's num_attention_heads, {heads}, is not a multiple of it"
+    if isinstance(shared, int) and shared % size and size % shared:
+        return f"the model's num_key_value_heads, {shared}, is neither a multiple nor a divisor of it"
+    if others := sorted(set(architecture.get("layer_types") or ()) - ATTENTION_LAYERS):
+        return f"layers of {', '.join(others)} need all tokens of a sequence: take 1"
     return ""
 
 

@@ -23,8 +23,8 @@ def make_engine(module: nn.Module, train: ActorTrainConfig, ranks: Ranks) -> Tra
     if strategy.strategy_name == "fsdp2_train":
         from offbeat.trainer.engines.fsdp2 import FSDP2Engine  # takes a second to import  # noqa: PLC0415
 
-        tp_size, pp_size = strategy.tp_size, strategy.pp_size
-        return FSDP2Engine(module, train.training_args, ranks, tp_size=tp_size, pp_size=pp_size)
+        sizes = {"tp_size": strategy.tp_size, "pp_size": strategy.pp_size, "ulysses_size": strategy.ulysses_size}
+        return FSDP2Engine(module, train.training_args, ranks, **sizes)
     if strategy.strategy_name == "megatron_train":
         warnings.filterwarnings("ignore", module="megatron")  # it warns of each library that it does without
         from offbeat.trainer.engines.megatron import MegatronEngine  # of an extra  # noqa: PLC0415

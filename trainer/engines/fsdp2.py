@@ -35,6 +35,7 @@ from offbeat.trainer.engines.param_groups import (
 from offbeat.trainer.engines.pipeline import Pipeline
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.engines.rank_passes import assign_passes, first_of, gather_outputs
+from offbeat.trainer.engines.sequence_parallel import split_tokens
 from offbeat.trainer.engines.state_files import StateFileError, StatePlanner, StateReader
 from offbeat.trainer.engines.tensor_parallel import split_model
 from offbeat.trainer.models.lora import WeightForm, exported_weights
@@ -51,14 +52,22 @@ class FSDP2Engine(OffloadableStates):
     """`TrainEngine` whose checkpoints load on any number of ranks."""
 
     def __init__(
-        self, module: nn.Module, training: TrainingArgs, ranks: Ranks, *, tp_size: int = 1, pp_size: int = 1
+        self,
+        module: nn.Module,
+        training: TrainingArgs,
+        ranks: Ranks,
+        *,
+        tp_size: int = 1,
+        pp_size: int = 1,
+        ulysses_size: int = 1,
     ) -> None:
-        """tp_size: consecutive ranks over which each layer is split; pp_size: stages over which layers are distributed.
+        """tp_size: consecutive ranks over which each layer is split; pp_size: stages over which layers are distributed;
+        ulysses_size: consecutive ranks over which the tokens of a pass are split.
 
         Raises:
             ValueError: the model or the ranks can't be split so.
         """
-        super().__init__(replace(ranks, tp_size=tp_size, pp_size=pp_size))
+        super().__init__(replace(ranks, tp_size=tp_size, pp_size=pp_size, ulysses_size=ulysses_size))
         self._partial: list[nn.Module] = []
         self._dtype = next(module.parameters()).dtype
         self._mesh = self._build_mesh()
@@ -68,6 +77,9 @@ class FSDP2Engine(OffloadableStates):
         self._max_grad_norm = training.max_grad_norm
         self._training = training
         self._module = self._shard(_in_float32(module).to(ranks.device))
+        self._forward: Callable[[PackedInput], Any] = self._module
+        if ulysses_size > 1:
+            self._forward = split_tokens(self._module, self._ranks)
         if pp_size > 1:
             self._pipeline = Pipeline(self._module, self._dtype, self._ranks, self._mesh["pipe"].get_group())
         groups = parameter_groups(self._module, training)
@@ -100,9 +112,10 @@ class FSDP2Engine(OffloadableStates):
         ranks = self._ranks
         if ranks.world_size % ranks.copy_size:
             raise ValueError(
-                f"tp_size {ranks.tp_size} x pp_size {ranks.pp_size} does not divide the {ranks.world_size} process(es)"
+                f"tp_size {ranks.tp_size} x pp_size {ranks.pp_size} x ulysses_size {ranks.ulysses_size} does not divide the "
+                f"{ranks.world_size} process(es)"
             )
-        sizes = {"data": ranks.data_size, "pipe": ranks.pp_size, "tensor": ranks.tp_size}
+        sizes = {"data": ranks.num_shards, "pipe": ranks.pp_size, "tensor": ranks.tp_size}
         sizes = {name: size for name, size in sizes.items() if name == "data" or size > 1}
         return init_device_mesh(ranks.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
@@ -112,7 +125,7 @@ class FSDP2Engine(OffloadableStates):
         adopt(self._optimizer.param_groups, self._kinds, hyperparameters)
         self._module.train()
         if self._pipeline is None:
-            for share in self.shares(self._module, batch, loss):
+            for share in self.shares(self._forward, batch, loss):
                 self._scaler.scale(share).backward()
         else:
             # The first call makes the scale; stages before the last one have no loss to scale
@@ -178,7 +191,7 @@ class FSDP2Engine(OffloadableStates):
     def infer(self, batch: Sequence[PackedInput], read: Callable[[Any], Tensor] | None = None) -> list[Tensor]:
         self._module.eval()
         if self._pipeline is None:
-            return self.outputs(self._module, batch, read)
+            return self.outputs(self._forward, batch, read)
         passes = list(assign_passes(batch, self._ranks))
         outputs = self._pipeline.infer(passes, read or first_of)
         mine = zip(passes, outputs, strict=True) if self._ranks.is_first_of_copy else ()

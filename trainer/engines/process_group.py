@@ -50,6 +50,8 @@ class Ranks:
     """Consecutive ranks over which layers are split."""
     pp_size: int = 1
     """Pipeline stages, each of `tp_size` consecutive ranks, the last stage first: rank 0 computes losses."""
+    ulysses_size: int = 1
+    """Consecutive ranks over which the tokens of a pass are split; without other splits."""
 
     @property
     def critics(self) -> tuple[int, ...]:
@@ -66,8 +68,8 @@ class Ranks:
 
     @property
     def copy_size(self) -> int:
-        """Return the number of consecutive ranks with one copy of the weights and the same micro-batches."""
-        return self.tp_size * self.pp_size
+        """Return the number of consecutive ranks with the same micro-batches."""
+        return self.tp_size * self.pp_size * self.ulysses_size
 
     @property
     def data_rank(self) -> int:
@@ -77,6 +79,11 @@ class Ranks:
     def data_size(self) -> int:
         """Return the number of parts of a batch."""
         return self.world_size // self.copy_size
+
+    @property
+    def num_shards(self) -> int:
+        """Return the number of ranks that share the weights of a layer's part, and average their gradients."""
+        return self.data_size * self.ulysses_size
 
     @property
     def is_first_of_copy(self) -> bool:

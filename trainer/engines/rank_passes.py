@@ -68,14 +68,14 @@ class OnRanks:
             yield self.share(forward, model(forward.x), loss)
 
     def share(self, forward: Pass, output: Any, loss: LossFunction[Any]) -> Tensor:
-        """Return a pass's loss, times `data_size`, as libraries average gradients.
+        """Return a pass's loss, times the number of shards, as libraries average gradients.
 
         Zero losses of policy and value head give all ranks gradients of the same weights.
         """
         share = _zero_loss(output) if forward.index is None else loss(forward.index, output)
         if forward.index is not None and _has_values(output):
             share = share + _zero_loss(output)
-        return share * self.data_size
+        return share * self._ranks.num_shards
 
     def outputs(
         self,

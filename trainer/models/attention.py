@@ -12,6 +12,7 @@ from transformers import AttentionInterface
 from offbeat.trainer.models.dot_product import dot_product_attention
 from offbeat.trainer.models.packing import Packing, pad, unpad
 from offbeat.trainer.models.tree_attention import tree_attention
+from offbeat.trainer.models.ulysses import join_heads, split_heads
 
 PACKED_ATTENTION = "offbeat_packed"
 
@@ -31,6 +32,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attend within each sequence: query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D].
 
+    With `packing.shard`, these have the n tokens of this rank, which attends by its part of the heads over all N.
+
     Raises:
         NotImplementedError: unsupported soft caps, sinks, mask or window.
     """
@@ -40,15 +43,32 @@ def packed_attention(
             f"{type(module).__name__} needs {', '.join(unsupported) or 'a custom mask'}: "
             "set actor_train.model_args.attn_implementation to eager"
         )
+    if packing.shard is None:
+        return _attend(module, query, key, value, packing, scaling, dropout, sliding_window), None
+    query, key, value = (split_heads(states, packing.shard) for states in (query, key, value))
+    out = _attend(module, query, key, value, packing, scaling, dropout, sliding_window)
+    return join_heads(out, packing.shard), None
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    scaling: float | None,
+    dropout: float,
+    sliding_window: int | None,
+) -> Tensor:
     if packing.tree is not None:
         if sliding_window is not None and sliding_window < packing.tree.longest:
             raise NotImplementedError(
                 f"{type(module).__name__} has a sliding window: set actor_train.model_args.shared_prefix to false"
             )
-        return tree_attention(query, key, value, packing.tree, scaling, dropout), None
+        return tree_attention(query, key, value, packing.tree, scaling, dropout)
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout:
-        return _varlen(query, key, value, packing, scaling, sliding_window), None
-    return _padded(query, key, value, packing, scaling, dropout, sliding_window), None
+        return _varlen(query, key, value, packing, scaling, sliding_window)
+    return _padded(query, key, value, packing, scaling, dropout, sliding_window)
 
 
 def _varlen(

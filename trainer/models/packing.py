@@ -1,6 +1,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,44 @@ from offbeat.trainer.models.tree_attention import TreeLayout
 
 MAX_PADDED_PAIRS = 8192
 """Pairs of tokens that a bucket computes for padding; another bucket's calls cost about as much as these."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceShard:
+    """Part of a row's N tokens that one of a group of ranks computes.
+
+    lengths: tokens of each rank, in their order, at least one; padding follows fewer tokens than ranks.
+    """
+
+    group: Any
+    rank: int
+    num_tokens: int
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, group: Any, num_tokens: int) -> "SequenceShard":
+        size = group.size()
+        padded = max(num_tokens, size)
+        lengths = tuple(padded // size + (rank < padded % size) for rank in range(size))
+        return cls(group, group.rank(), num_tokens, lengths)
+
+    @property
+    def size(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def start(self) -> int:
+        return sum(self.lengths[: self.rank])
+
+    def cut(self, tokens: Tensor) -> Tensor:
+        """Return this rank's part, [..., N] -> [..., n]."""
+        padded = torch.nn.functional.pad(tokens, (0, sum(self.lengths) - self.num_tokens))
+        return padded.narrow(-1, self.start, self.lengths[self.rank])
+
+    def owners(self, index: Tensor) -> Tensor:
+        """Return the ranks that compute tokens, [M] int64."""
+        ends = torch.tensor(self.lengths, device=index.device).cumsum(0)
+        return torch.bucketize(index, ends, right=True)
 
 
 class LengthBucket(NamedTuple):
@@ -26,7 +64,8 @@ class Packing:
     """B sequences (with `tree`, blocks) concatenated into N tokens.
 
     cu_seqlens: [B + 1] int32, from 0 to N; position_ids: [1, N] int64, from 0 in each sequence; slots: [N] int64, token
-    indices in the concatenated buckets, or None if these are the tokens in order.
+    indices in the concatenated buckets, or None if these are the tokens in order; shard: the tokens that this rank
+    computes, None for all.
     """
 
     cu_seqlens: Tensor
@@ -35,6 +74,12 @@ class Packing:
     buckets: tuple[LengthBucket, ...]
     max_len: int
     tree: TreeLayout | None = None
+    shard: SequenceShard | None = None
+
+    @property
+    def computed_positions(self) -> Tensor:
+        """Return the positions of the tokens that this rank computes, [1, n] int64."""
+        return self.position_ids if self.shard is None else self.shard.cut(self.position_ids)
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, parents: Tensor | None = None) -> "Packing":
@@ -99,7 +144,8 @@ class PackedInput:
     tokens: [N] int64; positions: [M] int64, to score, never a sequence's first; temperatures: [M] float32, NaN for the
     default, None if all are; reference: for a full KL; images: in token order; head_alone: detach values from the
     policy; with_next: also return values after `positions`; distillation: for a divergence from teachers; top: return
-    the most probable tokens alone; hidden: [1, N, H], of the previous pipeline stage.
+    the most probable tokens alone; hidden: [1, N, H], of the previous pipeline stage; value_rows: int64, computed tokens
+    whose hidden states give values, None for those of `positions`.
     """
 
     tokens: Tensor
@@ -113,6 +159,7 @@ class PackedInput:
     distillation: Distillation | None = None
     top: TopQuery | None = None
     hidden: Tensor | None = None
+    value_rows: Tensor | None = None
 
     @classmethod
     def of(
@@ -139,13 +186,21 @@ class PackedInput:
     @property
     def valued(self) -> Tensor:
         """Return the tokens whose hidden states give values, [M], or with the next ones, [2 M] int64."""
+        if self.value_rows is not None:
+            return self.value_rows
         return torch.cat([self.predictors, self.positions]) if self.with_next else self.predictors
 
     @property
     def predictors(self) -> Tensor:
-        """Tokens that predict `positions`, [M] int64."""
-        tree = self.packing.tree
-        return self.positions - 1 if tree is None else tree.before[self.positions]
+        """Tokens that predict `positions`, of those that this rank computes, [M] int64."""
+        tree, shard = self.packing.tree, self.packing.shard
+        tokens = self.positions - 1 if tree is None else tree.before[self.positions]
+        return tokens if shard is None else tokens - shard.start
+
+    @property
+    def computed_tokens(self) -> Tensor:
+        """Return the tokens that this rank computes, [n] int64."""
+        return self.tokens if self.packing.shard is None else self.packing.shard.cut(self.tokens)
 
     def to(self, device: torch.device) -> "PackedInput":
         if self.tokens.device == device:

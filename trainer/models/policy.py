@@ -30,7 +30,7 @@ class Sampled(NamedTuple):
 def packed_kwargs(packing: Packing) -> dict[str, Any]:
     """Return arguments for every attention implementation."""
     return {
-        "position_ids": packing.position_ids,
+        "position_ids": packing.computed_positions,
         "use_cache": False,
         "packing": packing,
         "cu_seq_lens_q": packing.cu_seqlens,
@@ -42,7 +42,7 @@ def packed_kwargs(packing: Packing) -> dict[str, Any]:
 
 def model_input(x: PackedInput) -> dict[str, Tensor]:
     """Return the model's first argument: tokens, or in later pipeline stages hidden states."""
-    return {"input_ids": x.tokens[None]} if x.hidden is None else {"inputs_embeds": x.hidden}
+    return {"input_ids": x.computed_tokens[None]} if x.hidden is None else {"inputs_embeds": x.hidden}
 
 
 class PackedPolicy(nn.Module):
@@ -119,4 +119,4 @@ class PackedCritic(nn.Module):
         """Return values before `x.positions`, [M] float32, or before and after, [2, M]."""
         hidden = self.model(**model_input(x), **packed_kwargs(x.packing)).last_hidden_state[0]
         values = self.value_head(hidden.index_select(0, x.valued))
-        return values.view(2, -1) if x.with_next else values
+        return values.view(2, -1).clone() if x.with_next else values  # FSDP2 hooks into outputs: no views

@@ -37,7 +37,8 @@ class CriticSteps:
     def values(self, batch: Batch) -> CriticValues:
         budget = inference_budget(self._config, self._config.critic.infer_batch_size)
         sequences = range(batch.num_sequences)
-        micro_batches = cut(self._config, batch, sequences, budget, multiple_of=self._ranks.world_size)
+        multiple_of = self._config.actor_train.num_pass_groups(self._ranks.world_size)
+        micro_batches = cut(self._config, batch, sequences, budget, multiple_of=multiple_of)
         bootstraps = self._config.bootstrap_truncated
         outputs = self._engine.infer([replace(to_input(micro), with_next=bootstraps) for micro in micro_batches])
         if not bootstraps:

@@ -78,8 +78,9 @@ class CriticTrainer:
         critic = CriticSteps(self._config, self._built, self._ranks)
         targets = self._peer.exchange(critic.values(batch))
         args = self._config.actor_train.training_args
+        multiple_of = self._config.actor_train.num_pass_groups(self._ranks.world_size)
         parts = [
-            cut(self._config, batch, part, args.max_tokens_per_microbatch, multiple_of=self._ranks.world_size)
+            cut(self._config, batch, part, args.max_tokens_per_microbatch, multiple_of=multiple_of)
             for part in minibatches(batch, args.num_minibatches)
         ]
         pieces: list[Gauges] = []

@@ -153,7 +153,7 @@ class DataTrainer(BatchTrainer):
             sequences,
             budget or self._args.max_tokens_per_microbatch,
             share_prefix=self._config.actor_train.model_args.shared_prefix,
-            multiple_of=self._ranks.world_size,
+            multiple_of=self._config.actor_train.num_pass_groups(self._ranks.world_size),
         )
 
 

@@ -185,7 +185,8 @@ class BatchTrainer:
 
     def _cut(self, batch: Batch, sequences: Sequence[int], max_tokens: int | None = None) -> list[MicroBatch]:
         budget = max_tokens or self._args.max_tokens_per_microbatch
-        return cut(self._config, batch, sequences, budget, multiple_of=self._ranks.world_size)
+        multiple_of = self._config.actor_train.num_pass_groups(self._ranks.world_size)
+        return cut(self._config, batch, sequences, budget, multiple_of=multiple_of)
 
     def _cut_for_inference(self, batch: Batch) -> list[MicroBatch]:
         return self._cut(batch, range(batch.num_sequences), inference_budget(self._config))

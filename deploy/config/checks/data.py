@@ -128,9 +128,9 @@ def _check_reward_model(config: RunConfig) -> Iterator[ConfigIssue]:
     train, data = config.actor_train, config.data
     if train.model_args.lora_target is not None:
         yield ConfigIssue("actor_train.model_args.lora_target", "a reward model is trained whole: leave it out")
-    for key in ("tp_size", "pp_size"):
+    for key in ("tp_size", "pp_size", "ulysses_size"):
         if getattr(train.strategy_args, key) > 1:
-            yield ConfigIssue(f"actor_train.strategy_args.{key}", "a reward model's layers are not split: leave it out")
+            yield ConfigIssue(f"actor_train.strategy_args.{key}", "a reward model is not split: leave it out")
     if config.custom_envs:
         yield ConfigIssue("custom_envs", "a reward model samples nothing: leave it out")
     if has_vision(config):

@@ -14,7 +14,7 @@ from offbeat.services.generation.tenancy import read_architecture
 from offbeat.services.generation.vllm.engine_arguments import engine_argument_names
 from offbeat.trainer.config.aliases import ENGINE
 from offbeat.trainer.config.issue import ConfigIssue
-from offbeat.trainer.config.model_split import find_obstacle, find_stage_obstacle
+from offbeat.trainer.config.model_split import find_obstacle, find_sequence_obstacle, find_stage_obstacle
 
 SHAPE_KEYS = (
     "architectures",
@@ -78,10 +78,14 @@ def count_experts(config: RunConfig) -> int:
 
 
 def check_model_split(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield a `tp_size` or `pp_size` unfit for processes or model."""
+    """Yield a `tp_size`, `pp_size` or `ulysses_size` unfit for processes or model."""
     train, table = config.actor_train, "actor_train.strategy_args"
     strategy = train.strategy_args
-    splits = {"tp_size": (strategy.tp_size, find_obstacle), "pp_size": (strategy.pp_size, find_stage_obstacle)}
+    splits = {
+        "tp_size": (strategy.tp_size, find_obstacle),
+        "pp_size": (strategy.pp_size, find_stage_obstacle),
+        "ulysses_size": (strategy.ulysses_size, find_sequence_obstacle),
+    }
     sizes = {key: size for key, (size, _) in splits.items() if size > 1}
     if not sizes:
         return
@@ -101,6 +105,9 @@ def check_model_split(config: RunConfig) -> Iterator[ConfigIssue]:
         architecture = load_architecture(config)
     except (OSError, ValueError, MissingWordsError):
         return  # an unreadable model has its own error
+    if "ulysses_size" in sizes and train.model_args.attn_implementation != "auto":
+        message = "ulysses_size exchanges heads in packed attention alone: leave it out"
+        yield ConfigIssue("actor_train.model_args.attn_implementation", message)
     for key, size in sizes.items():
         if architecture.get("vision_config"):
             yield ConfigIssue(f"{table}.{key}", "a policy with image input can't be split: leave it out")

@@ -26,6 +26,21 @@ def num_shards(tree: Tree, role: str = "actor_train") -> int:
     return product
 
 
+def _num_kept_shards(tree: Tree) -> int:
+    """Return the devices that divide the tokens of a micro-batch here, too."""
+    size = get(tree, "actor_train.model_args.ulysses_size")
+    return size if isinstance(size, int) and size > 0 and splits_tokens(tree) else 1
+
+
+def _num_dropped_shards(tree: Tree) -> int:
+    return num_shards(tree) // _num_kept_shards(tree)
+
+
+def splits_tokens(tree: Tree) -> bool:
+    """Return whether ROLL's engine is one that divides the tokens of a micro-batch here, too."""
+    return get(tree, "actor_train.strategy_args.strategy_name") == "fsdp2_train"
+
+
 def num_devices(tree: Tree) -> int | None:
     return len(read_devices(tree, "actor_train")) or None
 
@@ -68,7 +83,7 @@ def _per_device(tree: Tree) -> tuple[int, int]:
 
     Micro-batches are divided where there are too few.
     """
-    (size, steps), shards, share = _micro_batches(tree), num_shards(tree), _share_of_batch(tree)
+    (size, steps), shards, share = _micro_batches(tree), _num_dropped_shards(tree), _share_of_batch(tree)
     if share is not None:
         size = math.gcd(size, share)
         return size, share // size
@@ -83,7 +98,7 @@ def _share_of_batch(tree: Tree) -> int | None:
     (size, steps), devices, batch = _micro_batches(tree), num_devices(tree) or 1, num_trajectories(tree)
     if batch is None or size * steps * devices <= batch * num_shards(tree):
         return None
-    return max(1, batch // devices)
+    return max(1, batch // (devices // _num_kept_shards(tree) or 1))
 
 
 def keep_accumulation(key: Key) -> Outcome | None:
@@ -96,7 +111,7 @@ def keep_accumulation(key: Key) -> Outcome | None:
                 "no counterpart", note="set actor_train.training_args.num_minibatches, optimizer steps per batch"
             )
         return Outcome("value", target, steps, "optimizer steps per batch; micro-batches are bounded in tokens")
-    shards, (size, steps) = num_shards(key.tree), _per_device(key.tree)
+    shards, (size, steps) = _num_dropped_shards(key.tree), _per_device(key.tree)
     if not isinstance(key.value, int):
         return None
     if _share_of_batch(key.tree) is not None:

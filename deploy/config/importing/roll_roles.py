@@ -10,6 +10,7 @@ from offbeat.deploy.config.importing.roll_batches import (
     keep_micro_batch,
     num_shards,
     read_devices,
+    splits_tokens,
     steps_of_batch,
 )
 from offbeat.deploy.config.importing.rules import (
@@ -63,6 +64,16 @@ def _parallel_size(key: Key) -> Outcome:
         if key.value == 1 or key.value is None
         else Outcome("no counterpart", note=NOT_SPLIT)
     )
+
+
+def _sequence_parallel_size(key: Key) -> Outcome:
+    if key.value in (1, None):
+        return Outcome("same", note="no such split")
+    if not splits_tokens(key.tree):
+        return Outcome(
+            "no counterpart", note="fsdp2_train divides the tokens of a micro-batch: strategy_args.ulysses_size"
+        )
+    return Outcome("renamed", ("actor_train", "strategy_args", "ulysses_size"), key.value)
 
 
 def _distributed_optimizer(key: Key) -> Outcome:
@@ -158,7 +169,8 @@ TRAINING: tuple[tuple[str, Rule], ...] = (
     ("*.model_args.lora_dropout", same("", 0.0, 0)),
     ("*.model_args.lora_dropout", missing("adapters have no dropout: sampled and trained logprobs would differ")),
     ("*.model_args.freeze_module_prefix", missing("freeze all but adapters by lora_target, or train all")),
-    ("*.model_args.ulysses_size", missing("a sequence is on one device: bound max_tokens_per_microbatch")),
+    ("actor_train.model_args.ulysses_size", _sequence_parallel_size),
+    ("*.model_args.ulysses_size", same("as actor_train")),
     ("actor_train.worker_cls", no_effect("pg_variant selects the loss")),
     ("*.training_args.num_train_epochs", no_effect("max_steps counts")),
     ("*.training_args.max_steps", no_effect("ROLL overwrites it")),

@@ -40,6 +40,7 @@ MEGATRON_LAYERS = {
     "linear_fc2": "down_proj",
 }  # fmt: skip
 LORA_TARGET = ("actor_train", "model_args", "lora_target")
+ULYSSES = ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")
 PROFILED = "global_profiler.steps and tool torch or torch_memory are taken (docs/learner.md)"
 PROFILERS = {"torch": "profiler_timeline", "torch_memory": "profiler_memory"}
 
@@ -52,6 +53,16 @@ def _batch(key: Key) -> Outcome | None:
 
 def _responses(tree: Tree) -> Any:
     return get(tree, f"{ROLLOUT}.n") or RESPONSES
+
+
+def _token_budget(key: Key) -> Outcome | None:
+    """Count the tokens of all devices that divide a micro-batch."""
+    sizes = [size for name in ULYSSES if isinstance(size := get(key.tree, f"{ACTOR}.{name}"), int)]
+    if not isinstance(key.value, int):
+        return None
+    note = "of all devices that divide a micro-batch" if max(sizes, default=1) > 1 else ""
+    target = (*ARGS.split("."), "max_tokens_per_microbatch")
+    return Outcome("value" if note else "renamed", target, key.value * max(sizes, default=1), note)
 
 
 def _minibatch(key: Key) -> Outcome | None:
@@ -222,8 +233,8 @@ TRAINING: Rules = (
     (f"{ACTOR}.ppo_mini_batch_size", _minibatch),
     (f"{ACTOR}.ppo_micro_batch_size_per_gpu|ppo_micro_batch_size", _micro_batch),
     (f"{ACTOR}.use_dynamic_bsz", same(f"{ARGS}.max_tokens_per_microbatch")),
-    (f"{ACTOR}.ppo_max_token_len_per_gpu",
-     only_with(f"{ACTOR}.use_dynamic_bsz", rename(f"{ARGS}.max_tokens_per_microbatch"))),
+    (f"{ACTOR}.ppo_max_token_len_per_gpu", only_with(f"{ACTOR}.use_dynamic_bsz", _token_budget)),
+    *((f"{ACTOR}.{name}", rename("actor_train.strategy_args.ulysses_size")) for name in ULYSSES),
     (f"{ACTOR}.ppo_epochs", rename("ppo_epochs")),
     (f"{ACTOR}.strategy", become("actor_train.strategy_args.strategy_name", lambda _: "fsdp2_train", "", "fsdp", "fsdp2")),
     (f"{ACTOR}.strategy", become("actor_train.strategy_args.strategy_name", lambda _: "fsdp2_train",
@@ -232,10 +243,9 @@ TRAINING: Rules = (
     (f"{ACTOR}.fsdp_config.model_dtype", same("float32 weights of the optimizer", "fp32")),
     (f"{ACTOR}.fsdp_config.model_dtype", missing("the optimizer has float32 weights")),
     (f"{ACTOR}.fsdp_config.**", missing(SHARDED)),
-    ("*.ulysses_sequence_parallel_size", same("", 1)),
-    ("*.*.ulysses_sequence_parallel_size", same("", 1)),
-    ("*.ulysses_sequence_parallel_size", missing("a sequence is on one device")),
-    ("*.*.ulysses_sequence_parallel_size", missing("a sequence is on one device")),
+    ("*.ulysses_sequence_parallel_size", same("the policy's")),
+    ("*.*.ulysses_sequence_parallel_size", same("the policy's")),
+    ("*.*.*.ulysses_sequence_parallel_size", same("the policy's")),
     ("*.*.megatron.**", missing(MEGATRON)),
     ("*.megatron.**", missing(MEGATRON)),
     (f"{REF}.fsdp_config.**", missing("reference.strategy_args.strategy_name: deepspeed_infer shards it")),

@@ -36,9 +36,10 @@ def test_optimizer_steps_and_token_budget_follow_from_rolls_keys(
     assert LearnerConfig.model_validate_json(resolved.model_dump_json()) == resolved
 
 
-def test_processes_that_hold_one_copy_of_the_weights_count_once():
+@pytest.mark.parametrize("split", ["tp_size", "ulysses_size"])
+def test_processes_that_compute_the_same_micro_batches_count_once(split: str):
     args = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
-    strategy = {"strategy_name": "fsdp2_train", "tp_size": 2}
+    strategy = {"strategy_name": "fsdp2_train", split: 2}
     resolved = config(args, actor_train={"num_processes": 4, "strategy_args": strategy})
     assert resolved.actor_train.training_args.num_minibatches == 2
 

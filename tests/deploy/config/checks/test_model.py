@@ -129,11 +129,14 @@ def test_a_reference_that_follows_the_policy_has_its_shape(shape: dict[str, int]
         (("pp_size=2", "num_processes=3"), "pp_size 2 does not divide the 3 process"),
         (("tp_size=2", "pp_size=2", "num_processes=2"), "tp_size 2 x pp_size 2 does not divide the 2 process"),
         (("tp_size=3", "num_processes=3"), "num_attention_heads, 2, is not a multiple"),
+        (("ulysses_size=2", "num_processes=2"), ""),
+        (("ulysses_size=2",), "ulysses_size 2 does not divide the 1 process"),
+        (("ulysses_size=4", "num_processes=4"), "num_attention_heads, 2, is not a multiple"),
         (("pp_size=5", "num_processes=5"), "num_hidden_layers, 4, are fewer: take at most 4"),
     ],
 )
 def test_layers_are_split_over_processes_that_fit(changes: tuple[str, ...], says: str):
-    values = [f"actor_train.{'strategy_args.' if 'p_size' in change else ''}{change}" for change in changes]
+    values = [f"actor_train.{'' if 'num_' in change else 'strategy_args.'}{change}" for change in changes]
     tree = compose_tree(QUICKSTART, ["actor_train.strategy_args.strategy_name=fsdp2_train", *values])
     issues = {issue.path: issue.message for issue in check_settings(validate_tree(tree), cores=8)}
     message = issues.get(f"actor_train.strategy_args.{changes[0].partition('=')[0]}", "")
@@ -141,12 +144,50 @@ def test_layers_are_split_over_processes_that_fit(changes: tuple[str, ...], says
     assert bool(says) == bool(message)
 
 
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        (
+            {"num_attention_heads": 12, "layer_types": ["full_attention", "linear_attention"]},
+            "layers of linear_attention need all tokens",
+        ),
+        ({"num_attention_heads": 12, "num_key_value_heads": 4}, "num_key_value_heads, 4, is neither"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 3}, ""),
+        ({"num_attention_heads": 12, "num_key_value_heads": 2}, ""),
+    ],
+)
+def test_tokens_are_split_if_heads_are_and_layers_have_attention(changed: dict[str, Any], says: str, tmp_path: Path):
+    size = 6
+    (tmp_path / "config.json").write_text(json.dumps(load_architecture(load_run(QUICKSTART)) | changed))
+    strategy = f"strategy_args={{strategy_name: fsdp2_train, ulysses_size: {size}}}"
+    changes = [f"pretrain={tmp_path}", f"actor_train.{strategy}", f"actor_train.num_processes={size}"]
+    issues = check_settings(validate_tree(compose_tree(QUICKSTART, changes)), cores=8)
+    message = {issue.path: issue.message for issue in issues}.get("actor_train.strategy_args.ulysses_size", "")
+    assert says in message
+    assert bool(says) == bool(message)
+
+
+@pytest.mark.parametrize("split", ["tp_size=2", "pp_size=2"])
+def test_tokens_are_split_alone(split: str):
+    table = "actor_train.strategy_args"
+    changes = [f"{table}.strategy_name=fsdp2_train", f"{table}.ulysses_size=2", f"{table}.{split}"]
+    with pytest.raises(ConfigError, match=f"{split.partition('=')[0]}=1"):
+        validate_tree(compose_tree(QUICKSTART, changes))
+
+
+def test_tokens_are_split_in_packed_attention_alone():
+    changes = ["strategy_args={strategy_name: fsdp2_train, ulysses_size: 2}", "num_processes=2"]
+    values = [f"actor_train.{change}" for change in (*changes, "model_args.attn_implementation=eager")]
+    issues = check_settings(validate_tree(compose_tree(QUICKSTART, values)), cores=8)
+    assert "ulysses_size" in {each.path: each.message for each in issues}["actor_train.model_args.attn_implementation"]
+
+
 def test_deepspeed_has_no_stages():
     with pytest.raises(ConfigError, match="strategy_name=fsdp2_train"):
         validate_tree(compose_tree(QUICKSTART, ["actor_train.strategy_args.pp_size=2"]))
 
 
-@pytest.mark.parametrize("key", ["tp_size", "pp_size"])
+@pytest.mark.parametrize("key", ["tp_size", "pp_size", "ulysses_size"])
 def test_a_policy_with_images_is_not_split(key: str):
     vision = load_run(CONFIGS / "frozen_lake_vision.yaml")
     strategy = vision.actor_train.strategy_args.model_copy(update={"strategy_name": "fsdp2_train", key: 2})

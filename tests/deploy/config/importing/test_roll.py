@@ -325,6 +325,22 @@ def test_megatron_of_several_devices_becomes_fsdp_with_the_same_optimizer_steps(
     assert outcomes(imported)[key][0] == "no counterpart"
 
 
+def test_devices_that_share_a_sequence_take_as_many_trajectories_as_in_roll(tmp_path: Path):
+    tree = yaml.safe_load(FROZEN_LAKE.read_text())["actor_train"]
+    tree["strategy_args"] = {"strategy_name": "fsdp2_train"}
+    tree["model_args"] = {"ulysses_size": 4}
+    changes = {"actor_train": tree, "rollout_batch_size": 1024}
+    imported = import_roll(write_variant(tmp_path, yaml.safe_dump(changes)))
+    train = validate_tree(imported.tree).actor_train
+    assert (train.strategy_args.ulysses_size, train.num_processes) == (4, 8)
+    assert train.training_args.gradient_accumulation_steps == 64  # of 2 trajectories on 2 groups of 4 devices
+    assert train.training_args.num_minibatches == 4
+    tree["strategy_args"] = {"strategy_name": "deepspeed_train"}
+    imported = import_roll(write_variant(tmp_path, yaml.safe_dump(changes)))
+    assert outcomes(imported)["actor_train.model_args.ulysses_size"][0] == "no counterpart"
+    assert validate_tree(imported.tree).actor_train.training_args.gradient_accumulation_steps == 16
+
+
 def test_shards_without_accumulation_share_the_micro_batch(tmp_path: Path):
     """As in ROLL's example of on-policy distillation, whose file was refused: 4 pipelines of 2 devices took 8 each."""
     tree = yaml.safe_load(FROZEN_LAKE.read_text())["actor_train"]

@@ -424,3 +424,14 @@ def test_an_override_below_a_null_of_the_file_counts(tmp_path: Path):
     script = "python3 -m verl.trainer.main_ppo --config-name=own data.train_files=a.parquet data.max_response_length=99"
     tree = import_verl(write(tmp_path, "run.sh", script)).tree
     assert tree["actor_infer"]["generating_args"]["max_new_tokens"] == 99
+
+
+@pytest.mark.parametrize("key", ["ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size"])
+def test_devices_that_share_a_sequence_share_its_budget_of_tokens(key: str, tmp_path: Path):
+    actor = "actor_rollout_ref.actor"
+    settings = f"{actor}.use_dynamic_bsz=True {actor}.ppo_max_token_len_per_gpu=4000 {actor}.{key}=4 critic.{key}=2"
+    script = VERL.replace(" $@", f" {settings}")
+    tree, reports, _ = translate_verl(write(tmp_path, "run.sh", script))
+    assert tree["actor_train"]["strategy_args"] == {"strategy_name": "fsdp2_train", "ulysses_size": 4}
+    assert tree["actor_train"]["training_args"]["max_tokens_per_microbatch"] == 16000
+    assert statuses(reports)[f"{actor}.{key}"] == "renamed"
