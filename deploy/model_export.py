@@ -15,8 +15,6 @@ from peft import PeftModel
 from safetensors import safe_open
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
 )
 from transformers.utils.logging import disable_progress_bar
@@ -25,9 +23,9 @@ from offbeat.deploy.config.checks.weight_files import weight_shapes
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.play.policy import policy_folder
 from offbeat.services.chat.append_only import load_chat_format
-from offbeat.services.chat.vision import model_family
 from offbeat.services.generation.checkpoint_names import checkpoint_tensors
 from offbeat.trainer.models.export import copy_model_files, export_weights
+from offbeat.trainer.models.loading import policy_loader
 
 ADAPTER = "adapter"
 """Folder of a checkpoint."""
@@ -174,9 +172,7 @@ def _dtype_of(checkpoint: Path) -> str:
 
 def _load(folder: Path, dtype: str) -> Any:
     disable_progress_bar()
-    auto: Any = AutoModelForCausalLM if model_family(folder) is None else AutoModelForImageTextToText
-    if _is_classifier(folder):
-        auto = AutoModelForSequenceClassification
+    auto = AutoModelForSequenceClassification if _is_classifier(folder) else policy_loader(folder)
     model, info = auto.from_pretrained(
         folder,
         local_files_only=True,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from offbeat.trainer.models.packing import PackedInput
 
@@ -102,6 +102,66 @@ CHANGES: dict[str, dict[str, Any]] = {
     "codegen": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 8},
     "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 8},
 }
+QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 64,
+}
+DEEPSTACK = QWEN_VISION | {"deepstack_visual_indexes": [0]}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 16,
+    "image_size": 64,
+}
+M_ROPE = {
+    "head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+        "partial_rotary_factor": 0.5,
+    },
+}
+QWEN_TOKENS = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    "qwen3_5": QWEN_TOKENS | {"text_config": CHANGES["qwen3_5_text"] | M_ROPE, "vision_config": QWEN_VISION},
+    "qwen3_5_moe": QWEN_TOKENS | {"text_config": CHANGES["qwen3_5_moe_text"] | M_ROPE, "vision_config": QWEN_VISION},
+    "qwen3_vl": QWEN_TOKENS | {"text_config": M_ROPE, "vision_config": DEEPSTACK},
+    "qwen3_vl_moe": QWEN_TOKENS | {"text_config": CHANGES["qwen3_moe"] | M_ROPE, "vision_config": DEEPSTACK},
+    "gemma3": {
+        "text_config": CHANGES["gemma3_text"],
+        "vision_config": VISION | {"model_type": "siglip_vision_model"},
+        "image_token_index": 60,
+        "boi_token_index": 61,
+        "eoi_token_index": 62,
+        "mm_tokens_per_image": 4,
+    },
+    "mistral3": {
+        "text_config": {"model_type": "mistral", "head_dim": 16},
+        "vision_config": VISION | {"model_type": "pixtral"},
+        "image_token_index": 60,
+    },
+}
+
+
+def write_multimodal(folder: Path, model_type: str, **changes: Any) -> None:
+    """Write the `config.json` of a whole multimodal model. changes: of its language model."""
+    settings = MULTIMODAL[model_type]
+    text = SIZES | settings["text_config"] | changes
+    config = AutoConfig.for_model(model_type, **settings | {"text_config": text, "tie_word_embeddings": False})
+    kind: Any = AutoModelForImageTextToText._model_mapping[type(config)]
+    config.architectures = [kind.__name__]
+    config.save_pretrained(folder)
 
 
 def write_family(folder: Path, model_type: str, **changes: Any) -> None:

@@ -19,6 +19,7 @@ from offbeat.trainer.config.roles import CriticModelType
 from offbeat.trainer.models.attention import PACKED_ATTENTION
 from offbeat.trainer.models.limits import needs_eager_attention, packing_problem
 from offbeat.trainer.models.lora import add_adapters
+from offbeat.trainer.models.multimodal import freeze_towers, is_trained_on_text
 from offbeat.trainer.models.policy import PackedCritic, PackedPolicy
 from offbeat.trainer.models.recurrent_layers import pack_recurrent_layers
 from offbeat.trainer.models.reward_model import PackedRewardModel
@@ -37,7 +38,11 @@ RANDOM = ("drop", "jitter")
 
 def policy_loader(folder: Path) -> Any:
     """Return transformers' loader of a policy."""
-    return AutoModelForCausalLM if model_family(folder) is None else AutoModelForImageTextToText
+    return AutoModelForImageTextToText if _is_multimodal(folder) else AutoModelForCausalLM
+
+
+def _is_multimodal(folder: Path) -> bool:
+    return model_family(folder) is not None or is_trained_on_text(folder)
 
 
 def critic_loader(model_type: CriticModelType | None) -> Any:
@@ -98,7 +103,7 @@ def load_reward_model(folder: Path, args: ModelArgs, seed: int) -> PackedRewardM
 def _load_policy(folder: Path, args: ModelArgs, seed: int, temperature: float) -> PackedPolicy:
     auto = policy_loader(folder)
     model = _load(auto, folder, args, seed)
-    if auto is AutoModelForImageTextToText:
+    if model_family(folder) is not None:
         return PackedVisionPolicy(model, temperature, ImageProcessor(folder))
     if args.lora_target is not None:
         add_adapters(model, args, seed)
@@ -109,7 +114,7 @@ def _load(auto: Any, folder: Path, args: ModelArgs, seed: int, **settings: int) 
     """settings: of the model's config."""
     if problem := packing_problem(auto, folder, args.attn_implementation):
         raise ValueError(f"{folder}: {problem}")
-    attention = _attention_implementation(args, has_vision=auto is AutoModelForImageTextToText)
+    attention = _attention_implementation(args, has_vision=_is_multimodal(folder))
     dtype = getattr(torch, args.dtype)
     if has_weights(folder):
         model, info = auto.from_pretrained(
@@ -135,6 +140,8 @@ def _load(auto: Any, folder: Path, args: ModelArgs, seed: int, **settings: int) 
         model.set_attn_implementation("eager")  # which masks packed sequences by their positions
     disable_dropout(model)
     pack_recurrent_layers(model, model.config.get_text_config().model_type)
+    if is_trained_on_text(folder):
+        freeze_towers(model)
     if not args.disable_gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return cast(PreTrainedModel, model)

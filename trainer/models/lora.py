@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.models.multimodal import towers
 
 ADAPTER = "default"
 BASE = ".base_layer."
@@ -53,12 +54,18 @@ def inject_adapters(model: nn.Module, paths: Sequence[str], *, rank: int, alpha:
 
 
 def linear_paths(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return all linear layers but routers, the output embedding included; stacked experts are none."""
+    """Return all linear layers but routers and towers, the output embedding included; stacked experts are none."""
     return {
         path: module
-        for path, module in model.named_modules()
+        for path, module in language_modules(model)
         if isinstance(module, nn.Linear) and ROUTER not in f".{path}."
     }
+
+
+def language_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules outside of a multimodal model's towers."""
+    outside = {id(module) for tower in towers(model) for module in tower.modules()}
+    return ((path, module) for path, module in model.named_modules() if id(module) not in outside)
 
 
 def _target_paths(model: Any, args: ModelArgs) -> list[str]:
@@ -70,7 +77,7 @@ def _target_paths(model: Any, args: ModelArgs) -> list[str]:
             return paths
         raise ValueError(f"{target} names no layer, as {kind} has no torch.nn.Linear: leave it out")
     endings = tuple(f".{name}" for name in names)
-    paths = [path for path, _ in model.named_modules() if f".{path}".endswith(endings)]
+    paths = [path for path, _ in language_modules(model) if f".{path}".endswith(endings)]
     shared = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for path in paths:
         if path not in linear or id(linear[path].weight) in shared:
