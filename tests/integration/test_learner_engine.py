@@ -23,7 +23,7 @@ from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of
 from offbeat.trainer.models.loading import load_critic, load_policy
 from offbeat.trainer.models.policy import PackedCritic
 from offbeat.trainer.models.tiny import write_tiny_policy
-from tests.families import write_family
+from tests.families import write_family, write_multimodal
 from tests.integration.learner_rank import SMOOTH, fixed_batch
 from tests.paths import ROOT
 from tests.trainer.engines.comparing import (
@@ -84,9 +84,12 @@ def run_ranks(model: Path, out: Path, names: Sequence[str], world: int) -> None:
     assert [process.wait(timeout=240) for process in running] == [0] * world
 
 
-def test_recurrent_layers_learn_the_same_on_ranks_with_other_lengths(tmp_path: Path) -> None:
-    """Ranks pad their sequences to unequally many lengths at a time."""
-    write_family(tmp_path / "model", "qwen3_5_text")
+@pytest.mark.parametrize(("write", "family"), [(write_family, "qwen3_5_text"), (write_multimodal, "qwen3_5")])
+def test_recurrent_layers_learn_the_same_on_ranks_with_other_lengths(
+    write: Callable[[Path, str], None], family: str, tmp_path: Path
+) -> None:
+    """Ranks pad their sequences to unequally many lengths at a time; the encoder of images is frozen."""
+    write(tmp_path / "model", family)
     names = [f"{engine}-{variant}" for engine in ("0", "3", "fsdp2") for variant in ("ragged", "lora-ragged")]
     for world in (1, 2):
         run_ranks(tmp_path / "model", tmp_path, names, world)

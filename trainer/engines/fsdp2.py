@@ -3,7 +3,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -39,6 +39,7 @@ from offbeat.trainer.engines.sequence_parallel import split_tokens
 from offbeat.trainer.engines.state_files import StateFileError, StatePlanner, StateReader
 from offbeat.trainer.engines.tensor_parallel import split_model
 from offbeat.trainer.models.lora import WeightForm, exported_weights
+from offbeat.trainer.models.multimodal import towers
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.stages import cut_stage
 from offbeat.trainer.models.value_head import HEAD
@@ -260,7 +261,15 @@ def _in_float32(module: nn.Module) -> nn.Module:
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
-    lists = [child for child in module.modules() if isinstance(child, nn.ModuleList) and len(child)]
+    """Return the layers of the language model, and of towers, whose weights are gathered only if they are computed."""
+    parts = towers(cast(nn.Module, module.model))
+    outside = {id(child) for tower in parts for child in tower.modules()}
+    language = [child for child in module.modules() if id(child) not in outside]
+    return [layer for part in (language, *(tower.modules() for tower in parts)) for layer in _longest_list(part)]
+
+
+def _longest_list(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    lists = [child for child in modules if isinstance(child, nn.ModuleList) and len(child)]
     return [layer for layer in max(lists, key=len) if list(layer.parameters())] if lists else []
 
 
