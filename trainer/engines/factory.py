@@ -8,7 +8,6 @@ from offbeat.trainer.engines.base import TrainEngine
 from offbeat.trainer.engines.deepspeed import DeepSpeedEngine
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.policy import PackedPolicy
-from offbeat.trainer.models.vision import PackedVisionPolicy
 
 
 def make_engine(module: nn.Module, train: ActorTrainConfig, ranks: Ranks) -> TrainEngine[Any]:
@@ -18,8 +17,6 @@ def make_engine(module: nn.Module, train: ActorTrainConfig, ranks: Ranks) -> Tra
         ValueError: the model can't be trained so.
     """
     strategy = train.strategy_args
-    if isinstance(module, PackedVisionPolicy) and ranks.world_size > 1:  # also by `attach --nproc` or torchrun
-        raise ValueError(f"a policy with image input trains in one process, but has {ranks.world_size}: take one")
     if strategy.strategy_name == "fsdp2_train":
         from offbeat.trainer.engines.fsdp2 import FSDP2Engine  # takes a second to import  # noqa: PLC0415
 

@@ -22,7 +22,6 @@ from offbeat.trainer.models.policy import Sampled
 from offbeat.trainer.models.recurrent_layers import recurrent_layers
 from offbeat.trainer.models.vision import PackedVisionPolicy
 
-
 KEYS = ("num_attention_heads", "num_key_value_heads", "layer_types")
 """Of a model's config, under these names or a family's own."""
 

@@ -1,6 +1,7 @@
 """Packed vision-language policy (Qwen2-VL, Qwen2.5-VL).
 
-Invariant: the trajectory locates images, as a policy may sample placeholder ids.
+Invariants: the trajectory locates images, as a policy may sample placeholder ids; with several processes, each pass
+computes the vision tower, so that all exchange the same weights and gradients.
 """
 
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -30,15 +32,26 @@ class PackedVisionPolicy(PackedPolicy):
         pixels = [self._reader.pixels(image.png) for image in x.images]
         if pixels:
             patches, grids = (torch.from_numpy(part).to(x.tokens.device) for part in stack_images(pixels))
-            model: Any = self.model.model
-            features = torch.cat(model.get_image_features(patches, grids, return_dict=True).pooler_output)
+            features = self._features(patches, grids)
             slots = torch.cat([torch.arange(p.start, p.start + p.count) for p in x.images]).to(x.tokens.device)
             if len(slots) != len(features):
                 raise ValueError(f"{len(features)} image features for {len(slots)} image tokens")
             embedded = embedded.index_copy(1, slots, features[None].to(embedded.dtype))
+        elif dist.is_initialized() and dist.get_world_size() > 1:
+            embedded = embedded + self._features(*self._blank_image(x.tokens.device)).sum() * 0.0
         positions = rope_positions(x.packing, x.images, [image.grid for image in pixels], self._reader.merge)
         kwargs = {**packed_kwargs(x.packing), "position_ids": positions}
         return self.model(inputs_embeds=embedded, logits_to_keep=x.predictors, **kwargs).logits[0]
+
+    def _features(self, patches: Tensor, grids: Tensor) -> Tensor:
+        model: Any = self.model.model
+        return torch.cat(model.get_image_features(patches, grids, return_dict=True).pooler_output)
+
+    def _blank_image(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return patches and grid of one token."""
+        vision, side = self.model.config.vision_config, self._reader.merge
+        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        return torch.zeros(side * side, width, device=device), torch.tensor([[1, side, side]], device=device)
 
 
 def rope_positions(packing: Packing, images: Sequence[PromptImage], grids: Sequence[Grid], merge: int) -> Tensor:

@@ -88,18 +88,16 @@ def _check_training(config: RunConfig) -> Iterator[ConfigIssue]:
             "the critic has no image input: take another estimator than gae",
         ),
         *((True, key, "full does not support images: take k3") for key in config.full_kls),
-        (train.num_processes > 1, "actor_train.num_processes", "it is trained by one process: take 1"),
         (
             train.model_args.shared_prefix,
             "actor_train.model_args.shared_prefix",
             "shared prefixes are compared by tokens only: leave it out",
         ),
         (
-            train.strategy_args.strategy_name != "deepspeed_train",
+            train.strategy_args.strategy_name == "megatron_train",
             "actor_train.strategy_args.strategy_name",
-            "only deepspeed_train supports it: take deepspeed_train",
+            "Megatron's model has none: take deepspeed_train or fsdp2_train",
         ),
-        (train.strategy_args.zero_stage == 3, "actor_train.strategy_args.zero_stage", "3 is not supported: take 2"),
         (
             config.actor_infer.engine.tensor_parallel_size > 1,
             "actor_infer.strategy_args.strategy_config.tensor_parallel_size",

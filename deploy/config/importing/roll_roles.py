@@ -50,8 +50,6 @@ def shows_images(tree: Tree) -> bool:
 def _train_strategy(key: Key) -> Outcome | None:
     if key.value != "megatron_train":
         return None
-    if shows_images(key.tree):
-        return Outcome("value", key.path, "deepspeed_train", "which alone trains a policy with image input")
     is_split = num_shards(key.tree) > 1 or (get(key.tree, f"{TRAIN_CONFIG}.expert_model_parallel_size") or 1) > 1
     name = "fsdp2_train" if is_split else "deepspeed_train"
     why = "fsdp2_train shards the weights that Megatron splits" if is_split else "all its sizes are 1: data-parallel"

@@ -42,14 +42,12 @@ def test_keys_of_training_alone_are_refused_for_evaluation(overrides: list[str],
         ([f"{TAG}.env_config.render_mode=ansi"], f"{TAG}.env_type", "render_mode rgb_array"),
         (["+actor_train.model_args.lora_target=q_proj"], "actor_train.model_args.lora_target", "text models"),
         (["adv_estimator=gae"], "adv_estimator", "critic has no image input"),
-        (["+actor_train.num_processes=2"], "actor_train.num_processes", "one process"),
         (["+actor_train.model_args.shared_prefix=true"], "actor_train.model_args.shared_prefix", "tokens only"),
         (
-            ["+actor_train.strategy_args.strategy_name=fsdp2_train"],
+            ["+actor_train.strategy_args.strategy_name=megatron_train"],
             "actor_train.strategy_args.strategy_name",
-            "take deepspeed_train",
+            "take deepspeed_train or fsdp2_train",
         ),
-        (["+actor_train.strategy_args.zero_stage=3"], "actor_train.strategy_args.zero_stage", "take 2"),
         (["+actor_infer.tensor_parallel_size=2"], f"{ENGINE}.tensor_parallel_size", "take 1"),
         (["+use_kl_loss=true", "+kl_loss_coef=0.1", "+kl_loss_type=full"], "kl_loss_type", "take k3"),
         (["warm_start.demos=offbeat.envs.frozen_lake.demos:blind_wandering"], "warm_start.demos", "careful_wandering"),
@@ -63,6 +61,12 @@ def test_keys_of_training_alone_are_refused_for_evaluation(overrides: list[str],
 )
 def test_invalid_combinations_with_images_are_rejected(overrides: list[str], path: str, says: str):
     assert says in problems("frozen_lake_vision.yaml", *overrides).get(path, "")
+
+
+@pytest.mark.parametrize("strategy", ["{strategy_name: fsdp2_train}", "{zero_stage: 2}", "{zero_stage: 3}"])
+def test_a_policy_with_images_trains_in_several_processes(strategy: str):
+    overrides = ["+actor_train.num_processes=2", f"+actor_train.strategy_args={strategy}"]
+    assert problems("frozen_lake_vision.yaml", *overrides) == {}
 
 
 @pytest.mark.parametrize(
