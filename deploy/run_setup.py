@@ -31,10 +31,13 @@ SAMPLE_BYTES = 2**20
 
 
 def run_spec(config: RunConfig, downloads: Sequence[str] = ()) -> RunSpec:
-    """Return the run. downloads: unresolved hub models."""
+    """Return the run. downloads: models and datasets of the hub that are not here."""
+    tree = to_saved_tree(config)
+    if downloads and "max_steps" not in config.model_fields_set:
+        del tree["max_steps"]  # the epochs of a dataset may imply it
     return RunSpec(
         run_id=config.exp_name,
-        config=json.dumps(to_saved_tree(config)),
+        config=json.dumps(tree),
         output_dir=str(config.output_dir.resolve()),
         max_steps=config.max_steps,
         settings=config.settings,

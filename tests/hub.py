@@ -1,11 +1,13 @@
-"""A model hub of one repository, which is a folder."""
+"""A hub of one model and one dataset, which are folders."""
 
 import json
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from urllib.parse import unquote
 
 SHA, NAME = "a" * 40, "tiny/boxes"
+EXPORT_SHA, DATASET = "b" * 40, "tiny/sums"
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -47,7 +49,7 @@ class Hub(BaseHTTPRequestHandler):
         headers = {
             "Content-Type": kind,
             "Content-Length": str(len(content)),
-            "X-Repo-Commit": SHA,
+            "X-Repo-Commit": EXPORT_SHA if EXPORT_SHA in self.path else SHA,
             "ETag": f'"{hash(content):x}"',
         }
         for name, value in (headers | ({"X-Error-Code": error} if error else {})).items():
@@ -55,3 +57,61 @@ class Hub(BaseHTTPRequestHandler):
         self.end_headers()
         if body:
             self.wfile.write(content)
+
+
+class DatasetHub(Hub):
+    """The routes of a hub of one dataset, beside the model's: files at `main` and, converted, at another revision."""
+
+    rows: Path
+    export: Path
+    token = ""
+    """Who asks without it is refused the files."""
+    status = 200
+    """Of what is said about the dataset."""
+    requested: ClassVar[list[str]] = []
+
+    def _answer(self, *, body: bool) -> None:
+        path = unquote(self.path.partition("?")[0]).strip("/")
+        self.requested.append(path)
+        about, files = path.removeprefix(f"api/datasets/{DATASET}"), path.removeprefix(f"datasets/{DATASET}/resolve/")
+        if about != path:
+            self._describe(about, body)
+        elif files != path:
+            self._send_file(files, body)
+        elif path.startswith(("datasets/", "api/datasets/")):
+            self._send(b"{}", body, "application/json", 404, "RepoNotFound")
+        else:
+            super()._answer(body=body)
+
+    def _describe(self, about: str, body: bool) -> None:
+        route, _, revision = about.strip("/").partition("/")
+        found = self._find(revision or "main")
+        if found is None:
+            self._send(b"{}", body, "application/json", 404, "RevisionNotFound")
+            return
+        sha, folder = found
+        paths = sorted(path for path in folder.rglob("*") if path.is_file())
+        names = {path.relative_to(folder).as_posix(): path for path in paths}
+        answer: object = {"id": DATASET, "sha": sha, "siblings": [{"rfilename": name} for name in names]}
+        if route == "tree":
+            answer = [
+                {"type": "file", "path": name, "size": path.stat().st_size, "oid": name} for name, path in names.items()
+            ]
+        self._send(json.dumps(answer).encode(), body, "application/json", self.status)
+
+    def _send_file(self, files: str, body: bool) -> None:
+        for revision in ("main", SHA, EXPORT_SHA):
+            found, name = self._find(revision), files.removeprefix(f"{revision}/")
+            if found is None or name == files or not (found[1] / name).is_file():
+                continue
+            if self.token and self.headers["Authorization"] != f"Bearer {self.token}" and name != "README.md":
+                self._send(b"{}", body, "application/json", 403, "GatedRepo")
+            else:
+                self._send((found[1] / name).read_bytes(), body, "application/octet-stream")
+            return
+        self._send(b"{}", body, "application/json", 404, "EntryNotFound")
+
+    def _find(self, revision: str) -> tuple[str, Path] | None:
+        if revision in ("main", SHA):
+            return SHA, self.rows
+        return (EXPORT_SHA, self.export) if revision in ("refs/convert/parquet", EXPORT_SHA) else None

@@ -15,7 +15,7 @@ from offbeat.deploy.cluster.reaper import ensure_reaper
 from offbeat.deploy.cluster.run_factory import (
     MachineSize,
     MeshRunFactory,
-    missing_models_of,
+    find_downloads,
     read_recorded,
 )
 from offbeat.deploy.cluster.size import Cluster, check_hosts
@@ -57,7 +57,7 @@ class RayRunFactory(MeshRunFactory):
     def _place(self, config: RunConfig) -> RunConfig:
         """Choose the generation application."""
         active = self._find_active_run(config.exp_name)
-        if missing_models_of(config):  # whose architecture decides
+        if find_downloads(config):  # a model's architecture decides, of a tiny one the words of its rows
             app, problems = None, []
         elif config.actor_infer.app is None and active is not None:
             app, problems = active.actor_infer.app, []

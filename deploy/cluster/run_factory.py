@@ -22,8 +22,8 @@ from offbeat.deploy.cluster.live_values import set_values, to_overrides
 from offbeat.deploy.cluster.offbeat_process import last_output, read_json, run_offbeat
 from offbeat.deploy.cluster.packaged_recipes import PackagedRecipes
 from offbeat.deploy.components.env_workers import WorkerPool
+from offbeat.deploy.components.hub_download import DownloadMesh
 from offbeat.deploy.components.learner import ExternalLearner, ManagedLearner
-from offbeat.deploy.components.model_download import DownloadMesh
 from offbeat.deploy.components.scorers import ScorerPool
 from offbeat.deploy.components.serve_app import ServeApp, broker_component, generation_component, reward_components
 from offbeat.deploy.components.serve_status import ServeStatus
@@ -34,6 +34,7 @@ from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.devices import choose_devices
 from offbeat.deploy.config.errors import ConfigError, RightsError
 from offbeat.deploy.config.hub import missing_models
+from offbeat.deploy.config.hub_datasets import missing_datasets
 from offbeat.deploy.config.loader import dump_yaml, read_document
 from offbeat.deploy.config.rights import check_rights
 from offbeat.deploy.config.run import RunConfig
@@ -195,11 +196,11 @@ class MeshRunFactory(PackagedRecipes):
     async def validate(self, document: str | dict[str, Any], rights: Rights = UNRESTRICTED) -> RunSpec:
         """Return a document's run; raises `InvalidRunError` or `NotAllowedError` with all issues.
 
-        Checks that need a missing model are left to `complete`.
+        Checks that need a missing model or dataset are left to `complete`.
         """
         try:
             config = await self.load(document, rights)
-            downloads = missing_models_of(config)
+            downloads = find_downloads(config)
             if self.tries_episodes and not downloads and (issues := await asyncio.to_thread(_try_episodes, config)):
                 raise ConfigError(issues)
         except RightsError as error:
@@ -228,10 +229,10 @@ class MeshRunFactory(PackagedRecipes):
         size = await self._size()
         if size.nodes is not None:
             config = choose_turns(choose_devices(config, sum(node.gpus for node in size.nodes)), size.nodes)
-        missing = missing_models_of(config)
+        missing = find_downloads(config)
         if missing:
             issues = check_settings(config, cores=size.cpus, nodes=size.nodes)
-            if issues := [each for each in issues if not any(model in each.message for model in missing)]:
+            if issues := [each for each in issues if not any(name in each.message for name in missing)]:
                 raise ConfigError(issues)
         elif size.nodes is not None:
             config = choose_transport(config, size.nodes)
@@ -361,8 +362,10 @@ def read_recorded(run_id: str, config: str | bytes, *, extra: ExtraValues | None
         ) from error
 
 
-def missing_models_of(config: RunConfig) -> list[str]:
-    return missing_models(config.model_dump(mode="json"))
+def find_downloads(config: RunConfig) -> list[str]:
+    """Return the ids of missing models and datasets."""
+    tree = config.model_dump(mode="json")
+    return [*missing_models(tree), *missing_datasets(tree)]
 
 
 def _to_problem_view(issue: ConfigIssue) -> ProblemView:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -38,7 +38,20 @@ SERVER_ERROR = 500
 
 
 class HubError(ValueError):
-    """Id without a model."""
+    """Id without a model or dataset."""
+
+
+class Kind(NamedTuple):
+    """Words of errors."""
+
+    name: str
+    local: str
+    """What an id is taken for, if it exists."""
+    instead: str
+    command: str
+
+
+MODEL = Kind("model", "folder", "set pretrain to a local Hugging Face folder", "hf download")
 
 
 def is_hub_id(name: str, folder: Path = Path()) -> bool:
@@ -82,8 +95,8 @@ def download(name: str) -> str:
         HubError: no such model or revision, no access, no connection, or no weights.
     """
     repo, revision = _split(name)
-    with _hub_errors(name):
-        return _snapshot(repo, revision, local=not _is_online())
+    with hub_errors(name, repo, revision):
+        return _snapshot(repo, revision, local=not is_online())
 
 
 def find(name: str) -> str:
@@ -100,8 +113,8 @@ def find(name: str) -> str:
     )
 
     repo, revision = _split(name)
-    with _hub_errors(name):
-        if not _is_online():
+    with hub_errors(name, repo, revision):
+        if not is_online():
             return _snapshot(repo, revision, local=True)
         try:
             commit = HfApi().model_info(repo, revision=revision, timeout=TIMEOUT_S).sha
@@ -140,7 +153,7 @@ def _snapshot(repo: str, revision: str | None, *, local: bool) -> str:
 
 
 @contextmanager
-def _hub_errors(name: str) -> Iterator[None]:
+def hub_errors(name: str, repo: str, revision: str | None, kind: Kind = MODEL) -> Iterator[None]:
     """Translate the hub's errors to `HubError`."""
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -150,8 +163,7 @@ def _hub_errors(name: str) -> Iterator[None]:
         RevisionNotFoundError,
     )
 
-    repo, revision = _split(name)
-    absent = f"there is no folder {name}, and"
+    absent = f"there is no {kind.local} {name}, and"
     try:
         yield
     except GatedRepoError as error:
@@ -159,18 +171,18 @@ def _hub_errors(name: str) -> Iterator[None]:
     except RevisionNotFoundError as error:
         raise HubError(f"{repo} has no revision {revision!r} on the hub") from error
     except RepositoryNotFoundError as error:
-        raise HubError(f"{absent} no model {repo} on the hub that HF_TOKEN may read") from error
+        raise HubError(f"{absent} no {kind.name} {repo} on the hub that HF_TOKEN may read") from error
     except (LocalEntryNotFoundError, ConnectionError) as error:
         raise HubError(
-            f"{absent} the model hub can't be reached, and its cache has no snapshot of {repo}: set pretrain to a local "
-            "Hugging Face folder, or fill the cache where there is a connection (`hf download`)"
+            f"{absent} the {kind.name} hub can't be reached, and its cache has no snapshot of {repo}: {kind.instead}, or "
+            f"fill the cache where there is a connection (`{kind.command}`)"
         ) from error
     except (OSError, HTTPError) as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise HubError(f"{name} can't be downloaded from the hub: {reason}") from error
 
 
-def _is_online() -> bool:
+def is_online() -> bool:
     from huggingface_hub import constants
 
     return not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT)

@@ -12,10 +12,11 @@ import warnings
 from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from pydantic import ValidationError
 
+from offbeat.deploy.config import hub, hub_datasets
 from offbeat.deploy.config.checks.data import check_epochs, steps_of_epochs
 from offbeat.deploy.config.checks.devices import local_node
 from offbeat.deploy.config.checks.run import check_run
@@ -23,7 +24,6 @@ from offbeat.deploy.config.defaults import recompute_cut_logprobs
 from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.devices import choose_devices, count_gpus
 from offbeat.deploy.config.errors import ConfigError, collect_issues, is_like_known
-from offbeat.deploy.config.hub import download, find, resolve_models
 from offbeat.deploy.config.list_overrides import find_list_overrides
 from offbeat.deploy.config.paths import expand_home, resolve_paths
 from offbeat.deploy.config.rights import check_rights
@@ -48,6 +48,17 @@ _composing = threading.Lock()
 """Hydra's state is global."""
 
 
+class Hubs(NamedTuple):
+    """How ids of the hub are resolved."""
+
+    model: Callable[[str], str]
+    dataset: Callable[[str, str], str]
+
+
+DOWNLOAD = Hubs(hub.download, hub_datasets.download)
+FIND = Hubs(hub.find, hub_datasets.find)
+
+
 def load_run(
     path: Path,
     overrides: Sequence[str] = (),
@@ -61,7 +72,7 @@ def load_run(
     cores, nodes: of the cluster; None: of this machine. started: as in `check_run`.
     """
     gpus = count_gpus() if nodes is None else sum(node.gpus for node in nodes)
-    config = choose_devices(_validate_models(compose_saved(path, overrides), download, str(path)), gpus)
+    config = choose_devices(_validate_ids(compose_saved(path, overrides), DOWNLOAD, str(path)), gpus)
     known = [local_node()] if nodes is None else nodes
     config = choose_transport(choose_turns(config, known), known)
     checked = check_run(config, cores=cores, nodes=nodes, started=started)
@@ -125,14 +136,15 @@ def read_document(document: str | dict[str, Any], *, working_dir: Path | None = 
         raise ConfigError([issue])
     else:
         tree = canonical_tree(document)
-    return _validate_models(tree if working_dir is None else resolve_paths(tree, working_dir), find)
+    return _validate_ids(tree if working_dir is None else resolve_paths(tree, working_dir), FIND)
 
 
-def _validate_models(tree: dict[str, Any], resolve: Callable[[str], str], source: str = "") -> RunConfig:
-    """Validate a canonical tree, then resolve its hub models."""
+def _validate_ids(tree: dict[str, Any], hubs: Hubs, source: str = "") -> RunConfig:
+    """Validate a canonical tree, then resolve its models and datasets of the hub."""
     config = validate_tree(tree, source)
-    resolved, issues = resolve_models(tree, resolve)
-    if issues:
+    resolved, issues = hub.resolve_models(tree, hubs.model)
+    resolved, more = hub_datasets.resolve_datasets(resolved, hubs.dataset)
+    if issues := [*issues, *more]:
         raise ConfigError(issues, source)
     config = config if resolved == tree else validate_tree(resolved, source)
     if (issue := check_epochs(config)) is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from offbeat.deploy.config.checks.data import DATA_KEYS
 from offbeat.deploy.config.hub import MODEL_KEYS, is_hub_id
+from offbeat.deploy.config.hub_datasets import DEFAULT_SPLITS, is_dataset_id
 from offbeat.deploy.config.run import RunConfig
 from offbeat.envs.registry import BUILT_IN
 from offbeat.services.chat.template_override import is_file
@@ -25,7 +26,8 @@ PATH_KEYS = (
 )
 """Keys of local paths; `*` stands for any name or place."""
 ENV_PATH_KEYS = (
-    *("dataset_name", "val_dataset_name", "data_dir", "tasks_dir", "val_tasks_dir", "trials_dir"),
+    *DEFAULT_SPLITS,
+    *("data_dir", "tasks_dir", "val_tasks_dir", "trials_dir"),
     "tools.*.corpus",
 )
 """Keys of local paths in `env_config` of built-in envs."""
@@ -52,7 +54,7 @@ def _local_paths(tree: dict[str, Any], folder: Path) -> Iterator[tuple[dict[str,
             if _is_local_path(pattern, table[path[-1]], folder):
                 yield table, path[-1]
     for _, env in find_keys(tree, "custom_envs.*.env_config"):
-        yield from _env_paths(env)
+        yield from _env_paths(env, folder)
 
 
 def _is_local_path(pattern: str, value: object, folder: Path) -> bool:
@@ -62,16 +64,19 @@ def _is_local_path(pattern: str, value: object, folder: Path) -> bool:
         return is_file(value)
     if pattern in PROGRAM_KEYS:
         return "/" in value
+    if pattern in DATA_KEYS:
+        return not is_dataset_id(value, folder)
     return not (pattern in MODEL_KEYS and is_hub_id(value, folder))
 
 
-def _env_paths(env: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+def _env_paths(env: dict[str, Any], folder: Path) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield the paths of a built-in env, also of one within `tools`; in other envs a name may be anything."""
     settings = env.get("env_config")
     if str(env.get("env_type")) not in BUILT_IN or not isinstance(settings, dict):
         return
     for pattern in ENV_PATH_KEYS:
         for path, table in find_keys(settings, pattern):
-            if isinstance(table[path[-1]], str):
+            name = table[path[-1]]
+            if isinstance(name, str) and not (pattern in DEFAULT_SPLITS and is_dataset_id(name, folder)):
                 yield table, path[-1]
-    yield from _env_paths(settings)
+    yield from _env_paths(settings, folder)

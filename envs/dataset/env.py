@@ -29,7 +29,9 @@ CHARSET = "".join(map(chr, (9, 10, 13, *range(32, 0xD800))))
 
 class QuestionsConfig(Config):
     dataset_name: Path
-    """A .jsonl, .json, .csv or .parquet file, or a `datasets` folder."""
+    """A .jsonl, .json, .csv or .parquet file, a folder of such files, a `datasets` folder, or a dataset of the hub
+    (`ORGANIZATION/NAME[:CONFIG/SPLIT][@REVISION]`).
+    """
     val_dataset_name: Path | None = None
     """Evaluation data set; None holds out one question in eight."""
     question_key: str = "question"

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from offbeat.envs.dataset.rows import read_table
+from offbeat.envs.dataset.rows import State, read_state, read_table
 
 Row = Mapping[str, Any]
 
@@ -130,13 +130,13 @@ def open_rows(path: Path, exact: tuple[str, ...] = ()) -> DatasetRows:
     exact: columns whose texts in a .csv file are compared with answers.
     """
     try:
-        state = path.stat()
+        state = read_state(path)
     except OSError as error:
         raise ValueError(f"no such file: {path}") from error
-    return _open(path, exact, state.st_mtime_ns, state.st_size)
+    return _open(path, exact, state)
 
 
 @lru_cache(maxsize=8)
-def _open(path: Path, exact: tuple[str, ...], modified_ns: int, num_bytes: int) -> DatasetRows:
-    del modified_ns, num_bytes
+def _open(path: Path, exact: tuple[str, ...], state: State) -> DatasetRows:
+    del state
     return JsonLinesRows(path) if path.suffix == ".jsonl" else TableRows(path, exact)

@@ -150,7 +150,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 class PromptConfig(Config):
     dataset_name: Path
-    """A .jsonl, .json, .csv or .parquet file, or a `datasets` folder."""
+    """A .jsonl, .json, .csv or .parquet file, a folder of such files, a `datasets` folder, or a dataset of the hub."""
     val_dataset_name: Path | None = None
     """Evaluation rows; None: those of training."""
     messages_key: str = "messages"

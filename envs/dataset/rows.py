@@ -1,22 +1,25 @@
-"""Rows of a jsonl, json, csv or parquet file or a `datasets` folder.
+"""Rows of a jsonl, json, csv or parquet file, a folder of such files in the order of their names, or a `datasets` folder.
 
 Invariant: no downloads; rows are memory-mapped once per process and state of their file.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
 
-from offbeat.envs.dataset.text_tables import read_csv, read_json
+from offbeat.envs.dataset.text_tables import load_files, read_csv, read_json
 from offbeat.envs.optional_imports import require
 
 READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")
+"""Files of a folder that `datasets` saved."""
 HELD_OUT_SHARE = 8
 """Inverse share of questions held out, by digest, without a validation file."""
 
 Row = Mapping[str, Any]
+State = tuple[tuple[int, int], ...]
 
 
 class Rows:
@@ -38,17 +41,25 @@ class Rows:
         return index if self._indices is None else self._indices[index]
 
 
+def read_state(path: Path) -> State:
+    """Return times and sizes of a file, or of a folder's files; raises OSError."""
+    states = (each.stat() for each in (sorted(path.iterdir()) if path.is_dir() else [path]))
+    return tuple((state.st_mtime_ns, state.st_size) for state in states)
+
+
 def load_rows(path: Path, question_key: str, answer_key: str, split: str) -> Rows:
     """Load a split: `train`, `held_out` or `any`, once per state of its file; raises ValueError for an unreadable file,
     missing column, row without question or answer, or no rows."""
-    state = path.stat() if path.exists() else None
-    stamp = (state.st_mtime_ns, state.st_size) if state else None
-    return _load_rows(path, question_key, answer_key, split, stamp)
+    try:
+        state = read_state(path)
+    except OSError:
+        state = None
+    return _load_rows(path, question_key, answer_key, split, state)
 
 
 @lru_cache(maxsize=8)
-def _load_rows(path: Path, question_key: str, answer_key: str, split: str, stamp: tuple[int, int] | None) -> Rows:
-    del stamp
+def _load_rows(path: Path, question_key: str, answer_key: str, split: str, state: State | None) -> Rows:
+    del state
     table = read_table(path, exact=(question_key, answer_key))
     for key, column in (("question_key", question_key), ("answer_key", answer_key)):
         if column not in table.column_names:
@@ -97,6 +108,8 @@ def _leave_images_encoded(datasets: Any, feature: Any) -> None:
 
 
 def _load_table(datasets: Any, path: Path, key: str, exact: Collection[str]) -> Any:
+    if path.is_dir() and not any((path / name).exists() for name in SAVED):
+        return _load_files(datasets, _list_files(path, key), path, exact)
     if path.is_dir():
         try:
             dataset = datasets.load_from_disk(str(path))
@@ -109,16 +122,32 @@ def _load_table(datasets: Any, path: Path, key: str, exact: Collection[str]) -> 
         return dataset
     if not path.is_file():
         raise ValueError(f"{key}: no such file: {path}")
-    reader = READERS.get(path.suffix)
-    if reader is None:
+    if path.suffix not in READERS:
         raise ValueError(f"{key}: {path.name} is none of {', '.join(READERS)}, nor a folder saved by datasets")
+    return _load_files(datasets, [path], path, exact)
+
+
+def _list_files(folder: Path, key: str) -> list[Path]:
+    """Return a folder's files of rows, by name; raises ValueError unless they are of one kind and there."""
+    files = sorted(path for path in folder.iterdir() if path.suffix in READERS)
+    if len(kinds := {path.suffix for path in files}) != 1:
+        has = f"has files of {', '.join(sorted(kinds))}" if kinds else f"has no {', '.join(READERS)} files"
+        raise ValueError(f"{key}: {folder} is not a folder saved by datasets, and {has}: it needs files of one kind")
+    if missing := next((path for path in files if not path.is_file()), None):
+        raise ValueError(f"{key}: no such file: {missing}")
+    return files
+
+
+def _load_files(datasets: Any, files: Sequence[Path], path: Path, exact: Collection[str]) -> Any:
+    """path: the file, or their folder."""
+    reader = READERS[files[0].suffix]
     datasets.disable_progress_bars()
     try:
         if reader == "csv":
-            return read_csv(datasets, path, exact)
+            return read_csv(datasets, files, exact)
         if reader == "json":
-            return read_json(datasets, path)
-        return datasets.load_dataset(reader, data_files=str(path), split="train")
+            return read_json(datasets, files)
+        return load_files(datasets, reader, files)
     except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
         raise ValueError(f"{path} can't be read: {' '.join(str(error.__cause__ or error).split())}") from error
 

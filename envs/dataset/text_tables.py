@@ -5,7 +5,7 @@ Invariant: of the types that libraries infer, no timestamps are kept, and of a .
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,15 +40,15 @@ def spellings(value: object) -> list[str]:
     return [str(value), np.format_float_positional(value, trim="-")] if isinstance(value, float) else [str(value)]
 
 
-def read_csv(datasets: Any, path: Path, exact: Collection[str]) -> Any:
-    """Load a .csv file; columns of numbers without leading zeros are numbers.
+def read_csv(datasets: Any, files: Sequence[Path], exact: Collection[str]) -> Any:
+    """Load .csv files; columns of numbers without leading zeros are numbers.
 
     exact: columns that are numbers only if each is written as Python writes it.
     """
-    inferred = _load(datasets, "csv", path).features
+    inferred = load_files(datasets, "csv", files).features
     string = datasets.Value("string")
     as_texts = datasets.Features(dict.fromkeys(inferred, string))
-    texts = _load(datasets, "csv", path, features=as_texts, keep_default_na=False, na_values=[""])
+    texts = load_files(datasets, "csv", files, features=as_texts, keep_default_na=False, na_values=[""])
     numbers = [
         name
         for name, feature in inferred.items()
@@ -61,7 +61,7 @@ def read_csv(datasets: Any, path: Path, exact: Collection[str]) -> Any:
     kept = [name for name in numbers if name not in bools]
     features = datasets.Features({name: inferred[name] if name in kept else string for name in inferred})
     nulls = {name: list(NULLS) if name in numbers else [""] for name in inferred}
-    table = _load(datasets, "csv", path, features=features, keep_default_na=False, na_values=nulls)
+    table = load_files(datasets, "csv", files, features=features, keep_default_na=False, na_values=nulls)
     for name in bools:
         table = table.cast_column(name, inferred[name])
     return table
@@ -91,14 +91,15 @@ def _written(text: str) -> list[str]:
         return []
 
 
-def read_json(datasets: Any, path: Path) -> Any:
-    """Load a .json or .jsonl file; dates and times are texts."""
-    table = _load(datasets, "json", path)
+def read_json(datasets: Any, files: Sequence[Path]) -> Any:
+    """Load .json or .jsonl files; dates and times are texts."""
+    table = load_files(datasets, "json", files)
     features = {name: _without_timestamps(datasets, feature) for name, feature in table.features.items()}
     if features == dict(table.features):
         return table
-    state = path.stat()
-    source = {"path": str(path), "stamp": (state.st_mtime_ns, state.st_size), "columns": tuple(features)}
+    states = [path.stat() for path in files]
+    stamps = tuple((state.st_mtime_ns, state.st_size) for state in states)
+    source = {"files": tuple(map(str, files)), "stamps": stamps, "columns": tuple(features)}
     return datasets.Dataset.from_generator(_read_rows, gen_kwargs=source, features=datasets.Features(features))
 
 
@@ -115,17 +116,22 @@ def _without_timestamps(datasets: Any, feature: Any) -> Any:
             return feature
 
 
-def _read_rows(path: str, stamp: tuple[int, int], columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file, of a list or one after another; `stamp` names its state in the library's cache."""
-    del stamp
+def _read_rows(files: tuple[str, ...], stamps: object, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Yield the objects of files; `stamps` name their states in the library's cache."""
+    del stamps
+    for path in files:
+        yield from ({name: row.get(name) for name in columns} for row in _read_objects(path))
+
+
+def _read_objects(path: str) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file, of a list or one after another."""
     decoder, text = json.JSONDecoder(), Path(path).read_text(encoding="utf-8-sig")
     end = SPACE.match(text).end()
     while end < len(text):
         value, end = decoder.raw_decode(text, end)
         end = SPACE.match(text, end).end()
-        for row in cast(list[dict[str, Any]], value if isinstance(value, list) else [value]):
-            yield {name: row.get(name) for name in columns}
+        yield from cast(list[dict[str, Any]], value if isinstance(value, list) else [value])
 
 
-def _load(datasets: Any, reader: str, path: Path, **settings: Any) -> Any:
-    return datasets.load_dataset(reader, data_files=str(path), split="train", **settings)
+def load_files(datasets: Any, reader: str, files: Sequence[Path], **settings: Any) -> Any:
+    return datasets.load_dataset(reader, data_files=[str(path) for path in files], split="train", **settings)

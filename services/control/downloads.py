@@ -1,6 +1,6 @@
-"""Runs that wait for a model's download.
+"""Runs that wait for downloads of models and datasets.
 
-Invariant: a run is validated whole, and claims what it needs, before a component that uses a model is built.
+Invariant: a run is validated whole, and claims what it needs, before a component that uses one is built.
 """
 
 from typing import Any, cast
@@ -28,6 +28,7 @@ async def complete_record(store: RunStore, record: RunRecord, spec: RunSpec) -> 
         claims = await store.find_claims(spec)
         pipe.multi()
         changes = {"config": spec.config, "downloads": "", "base": spec.base, "state": RunState.PREPARING.value}
+        changes["max_steps"] = str(spec.max_steps)  # of a dataset's epochs
         pipe.hset(key, mapping=cast(dict[Any, Any], changes))
         write_claims(pipe, claims)
         await pipe.execute()

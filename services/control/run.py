@@ -124,7 +124,7 @@ class RunRecord:
     uid: str = ""
     """Unique among runs of this name, kept by resuming, carried by every write."""
     downloads: str = ""
-    """Space-separated models to download first."""
+    """Space-separated models and datasets to download first."""
     base: str = ""
     """As in `RunSpec`."""
     mesh: str = ""

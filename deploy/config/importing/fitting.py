@@ -7,13 +7,14 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from offbeat.deploy.config.checks.data import check_epochs
+from offbeat.deploy.config.checks.data import DATA_KEYS, check_epochs
 from offbeat.deploy.config.checks.run import check_run
 from offbeat.deploy.config.checks.sampling import OVERRIDES, check_own_arguments
 from offbeat.deploy.config.checks.unused import check_unused
 from offbeat.deploy.config.devices import choose_devices, count_gpus
 from offbeat.deploy.config.errors import collect_issues
 from offbeat.deploy.config.hub import MODEL_KEYS, is_hub_id
+from offbeat.deploy.config.hub_datasets import is_dataset_id
 from offbeat.deploy.config.importing.report import Imported, KeyPath, KeyReport, Outcome
 from offbeat.deploy.config.importing.rules import Tree, get, remove
 from offbeat.deploy.config.run import RunConfig
@@ -77,16 +78,21 @@ def check_imported(tree: Tree) -> list[ConfigIssue]:
     config = choose_devices(RunConfig.model_validate_json(json.dumps(tree)), count_gpus())
     epochs = check_epochs(config)
     issues = [*check_run(config, trial=False), *([] if epochs is None else [epochs])]
-    found = (each for pattern in MODEL_KEYS for each in find_keys(tree, pattern))
-    names = {".".join(path): table[path[-1]] for path, table in found}
-    return [
-        ConfigIssue(
-            issue.path, f"{names[issue.path]} is a model of the hub, which `offbeat train` takes; or set a folder"
-        )
-        if isinstance(names.get(issue.path), str) and is_hub_id(names[issue.path])
-        else issue
-        for issue in issues
-    ]
+    return [_explain_id(issue, tree) for issue in issues]
+
+
+def _explain_id(issue: ConfigIssue, tree: Tree) -> ConfigIssue:
+    """Return the issue of an id of the hub, for what no folder or file of that name is found."""
+    for keys, is_id, kind, local in (
+        (MODEL_KEYS, is_hub_id, "model", "folder"),
+        (DATA_KEYS, is_dataset_id, "dataset", "file"),
+    ):
+        for path, table in (each for pattern in keys for each in find_keys(tree, pattern)):
+            name = table[path[-1]]
+            if issue.path == ".".join(path) and isinstance(name, str) and is_id(name):
+                message = f"{name} is a {kind} of the hub, which `offbeat train` takes; or set a {local}"
+                return ConfigIssue(issue.path, message)
+    return issue
 
 
 def finish(path: Path, tree: Tree, reports: list[KeyReport], remarks: Sequence[str] = ()) -> Imported:

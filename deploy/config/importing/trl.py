@@ -19,6 +19,7 @@ from offbeat.deploy.config.importing.rules import (
 )
 from offbeat.deploy.config.importing.trl_batches import ARGS, rollout_batch, to_batches
 from offbeat.deploy.config.importing.trl_commands import COMMAND, NAME, find_command, find_pipeline
+from offbeat.deploy.config.importing.trl_data import validation_name
 from offbeat.deploy.config.importing.trl_keys import (
     CORRECTION,
     DECOUPLED,
@@ -123,6 +124,8 @@ def _defaults(source: Tree) -> Iterator[tuple[str, Any]]:
     yield "pipeline", pipeline
     if source.get("save_steps") or "save_total_limit" in source:
         yield "max_ckpt_to_keep", ALL_CHECKPOINTS
+    if rows := validation_name(source):
+        yield "data.val_dataset_name", rows
     yield f"{ARGS}.lr_scheduler_type", "linear"
     yield f"{ARGS}.adam_beta2", 0.999
     yield f"{ARGS}.learning_rate", LEARNING_RATES.get(command, LEARNING_RATE)

@@ -24,6 +24,7 @@ from offbeat.deploy.config.importing.trl_batches import (
     take_warmup,
 )
 from offbeat.deploy.config.importing.trl_commands import PREFERENCES, find_command, find_pipeline
+from offbeat.deploy.config.importing.trl_data import take_dataset, take_part, take_test_split
 from offbeat.trainer.config.aliases import ENGINE
 
 MODEL = "actor_train.model_args"
@@ -261,8 +262,9 @@ RULES: Rules = (
     ("lora_alpha", _only_with_peft(f"{MODEL}.lora_alpha")),
     ("lora_target_modules", _only_with_peft(f"{MODEL}.lora_target")),
     ("lora_dropout", missing("adapters have no dropout")),
-    ("dataset_name", rename("data.dataset_name", "a file or a folder of `datasets`: `load_dataset(...).save_to_disk(...)`")),
-    ("dataset_train_split|dataset_test_split|dataset_config", missing("save the split as a file of its own")),
+    ("dataset_name", take_dataset),
+    ("dataset_train_split|dataset_config", take_part),
+    ("dataset_test_split", take_test_split),
     ("dataset_text_field", missing("rows are conversations: columns messages, or prompt and completion")),
     ("dataset_num_proc", missing("rows are read as they are needed")),
     ("shuffle_dataset", _shuffle),

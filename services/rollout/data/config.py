@@ -17,9 +17,11 @@ class DataConfig(Config):
     """Rows of a data pipeline or of `rlvr`, and their conversations."""
 
     dataset_name: Path
-    """A .jsonl, .json, .csv or .parquet file, or a `datasets` folder."""
+    """A .jsonl, .json, .csv or .parquet file, a folder of such files, a `datasets` folder, or a dataset of the hub:
+    `ORGANIZATION/NAME[:CONFIG/SPLIT][@REVISION]`, without a split `train`.
+    """
     val_dataset_name: Path | None = None
-    """Validation rows, for evaluation by loss, or with `rlvr` by sampling."""
+    """Validation rows, for evaluation by loss, or with `rlvr` by sampling; a hub's split is `test` unless given."""
     messages_key: str = "messages"
     """Column of chat messages, for `sft`, `distill` and `rlvr`; without it, `prompt_key` (and `response_key`)."""
     prompt_key: str = "prompt"

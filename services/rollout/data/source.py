@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from offbeat.envs.dataset.files import DatasetRows, Row, RowError, open_rows
+from offbeat.envs.dataset.rows import read_state
 from offbeat.services.chat.assistant_tokens import AssistantTokens, ConversationError, Tokenized, common_length
 from offbeat.services.errors import EpisodeError
 from offbeat.services.messages.types import Segment, StopReason, Trajectory, Turn, VersionSpan
@@ -58,9 +59,9 @@ class DataSource:
         self._max_tokens = max_tokens
         self._rows = open_rows(config.dataset_name)
         check_columns(self._rows, config, pipeline)
-        state = config.dataset_name.stat()
-        self.stamp = f"{state.st_mtime_ns}-{state.st_size}"
-        """State of the file."""
+        state = read_state(config.dataset_name)
+        self.stamp = "-".join(map(str, state[0])) if len(state) == 1 else _digest(repr(state)).hex()
+        """State of the file, or of the folder's."""
 
     @property
     def num_rows(self) -> int:
@@ -122,7 +123,7 @@ class DataSource:
             read = json.dumps([[content.get(key) for key in keys] for content in contents], default=_to_text)
         except (RowError, RecursionError):
             read = UNREADABLE
-        return hashlib.blake2b(read.encode(), digest_size=DIGEST_BYTES).digest()
+        return _digest(read)
 
     def _members(self, rows: DatasetRows, row: int) -> list[Trajectory]:
         size = GROUP_SIZES[self._pipeline]
@@ -204,6 +205,10 @@ def _mismatch(rows: DatasetRows, row: int, config: DataConfig) -> Row:
     """Return a row with another one's response, which appended rows do not change, to estimate KTO's KL."""
     other = row - 1 if row else min(1, len(rows) - 1)
     return {**rows[row], config.completion_key: rows[other].get(config.completion_key)}
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()
 
 
 def _to_text(value: Any) -> str:

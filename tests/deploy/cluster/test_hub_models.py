@@ -1,4 +1,4 @@
-"""Runs over REST whose model has to be downloaded: answered at once, started when it is there, failed with the reason."""
+"""Runs over REST that need a download: answered at once, started when it is there, failed with the reason."""
 
 import math
 import threading
@@ -23,7 +23,8 @@ from offbeat.services.control.reconciler import Reconciler
 from offbeat.services.control.run import RunRecord, RunState
 from offbeat.services.control.service import ControlService
 from offbeat.services.control.store import RunStore
-from tests.hub import NAME, SHA, Hub
+from tests.dataset_repository import write_repository
+from tests.hub import DATASET, NAME, SHA, DatasetHub
 from tests.services.control.control_fakes import FakeMesh
 from tests.waiting import wait_until
 
@@ -33,14 +34,14 @@ MODEL = f"{NAME}@{SHA}"
 MARK = "offbeat.deploy.config.hub"
 
 
-class SlowHub(Hub):
-    """Sends no weights before it may, and none at all once they are forbidden."""
+class SlowHub(DatasetHub):
+    """Sends no weights and rows before it may, and none at all once they are forbidden."""
 
     may_send: threading.Event
     is_forbidden = False
 
     def _send(self, content: bytes, body: bool, kind: str, status: int = 200, error: str = "") -> None:
-        if body and self.path.endswith(".safetensors"):
+        if body and self.path.endswith((".safetensors", ".parquet")):
             self.may_send.wait(60)
             if self.is_forbidden:
                 content, status = b"quota exceeded", 403
@@ -49,14 +50,19 @@ class SlowHub(Hub):
 
 @pytest.fixture
 def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SlowHub]]:
-    handler = type("FolderHub", (SlowHub,), {"folder": folder / "policy", "may_send": threading.Event()})
+    rows = write_repository(tmp_path / "repository")
+    folders = {"folder": folder / "policy", "rows": rows, "export": rows, "requested": []}
+    handler = type("FolderHub", (SlowHub,), {**folders, "may_send": threading.Event()})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url, home = f"http://127.0.0.1:{server.server_port}", tmp_path / "hf"
         monkeypatch.setenv("HF_ENDPOINT", url)
         monkeypatch.setenv("HF_HOME", str(home))
         monkeypatch.setattr(constants, "ENDPOINT", url)  # read when the library was imported
+        template = url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+        monkeypatch.setattr(constants, "HF_ASSETS_CACHE", str(home / "assets"))
         yield handler
         handler.may_send.set()
         server.shutdown()
@@ -95,6 +101,62 @@ async def control(redis_url: str, tmp_path: Path, folder: Path) -> AsyncIterator
         transport = httpx.ASGITransport(create_api(service))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60.0) as http:
             yield Control(http, reconciler, store, folder)
+
+
+SUMS: dict[str, Any] = {
+    "exp_name": "boxes",
+    "output_dir": "runs/boxes",
+    "pipeline": "sft",
+    "data": {
+        "dataset_name": f"{DATASET}:main",
+        "prompt_key": "question",
+        "response_key": "answer",
+        "num_train_epochs": 2,
+    },
+    "sequence_length": 128,
+    "rollout_batch_size": 8,
+    "eval_steps": 0,
+}
+"""A run on 32 rows of the hub's dataset."""
+
+
+async def test_a_run_is_answered_while_its_dataset_is_downloaded(control: Control, hub: type[SlowHub]):
+    rows = f"{DATASET}:main/train@{SHA}"
+    answer = await control.http.post("/runs", json=SUMS)
+    assert answer.status_code == 201, answer.text
+    assert answer.json()["phase"] == f"downloading {rows}"
+    assert await control.reaches(RunState.STARTING)
+    assert await control.reaches(RunState.STARTING)
+    assert (await control.show())["components"] == {
+        f"download of {rows}": {"health": "starting", "detail": "takes the dataset from the hub", "restarts": 0}
+    }
+    hub.may_send.set()
+    await wait_until(lambda: control.reaches(RunState.RUNNING))
+    record = await control.store.load("boxes")
+    tree = yaml.safe_load(record.config)
+    assert Path(tree["data"]["dataset_name"]).parts[-3:] == (SHA, "main", "train")
+    assert (tree["max_steps"], record.max_steps) == (8, 8), "2 epochs of 32 rows, 8 a step"
+    assert (await control.http.post("/runs", json=SUMS)).status_code == 200, "the same run again"
+
+
+async def test_a_dataset_that_can_not_be_downloaded_fails_the_run(control: Control, hub: type[SlowHub]):
+    hub.is_forbidden = True
+    hub.may_send.set()
+    assert (await control.http.post("/runs", json=SUMS)).status_code == 201
+    await wait_until(lambda: control.reaches(RunState.FAILED))
+    error = (await control.show())["error"]
+    assert error.startswith(f"download of {DATASET}:main/train@{SHA}: {DATASET}:main/train@{SHA} can't be downloaded ")
+    assert downloads() == []
+
+
+@pytest.mark.usefixtures("hub")
+async def test_a_split_that_is_not_there_is_refused_with_the_request(control: Control):
+    data = {**SUMS["data"], "dataset_name": f"{DATASET}:main/dev"}
+    answer = await control.http.post("/runs", json={**SUMS, "data": data})
+    assert answer.status_code == 422
+    (problem,) = answer.json()["error"]["problems"]
+    assert problem["path"] == "data.dataset_name"
+    assert "config main has no split 'dev'; there is train, test" in problem["message"]
 
 
 def downloads() -> list[psutil.Process]:

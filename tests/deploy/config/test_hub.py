@@ -111,7 +111,7 @@ def test_a_hub_that_is_too_slow_is_one_that_can_not_be_reached(
         (model / "refs").mkdir()
         (model / "refs" / "main").write_text(SHA)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("offbeat.deploy.config.hub._is_online", lambda: True)
+    monkeypatch.setattr("offbeat.deploy.config.hub.is_online", lambda: True)
     monkeypatch.setattr(HfApi, "model_info", no_answer)
     if is_cached:
         assert find(NAME) == str(model / "snapshots" / SHA)
@@ -121,7 +121,7 @@ def test_a_hub_that_is_too_slow_is_one_that_can_not_be_reached(
 
 
 def test_a_download_that_breaks_off_is_a_line(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("offbeat.deploy.config.hub._is_online", lambda: True)
+    monkeypatch.setattr("offbeat.deploy.config.hub.is_online", lambda: True)
     monkeypatch.setattr("huggingface_hub.snapshot_download", no_answer)
     with pytest.raises(HubError, match=f"{NAME} can't be downloaded from the hub: ReadTimeout"):
         download(NAME)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from offbeat.deploy.config.importing.fitting import check_imported
 from offbeat.deploy.config.importing.report import KeyReport
 from offbeat.deploy.config.importing.trl import import_trl, translate_trl
 from offbeat.deploy.config.importing.trl_commands import NAME, find_command
@@ -260,6 +261,40 @@ def test_the_command_is_that_of_the_keys_or_the_users(
     imported = import_trl(write(tmp_path, "config.yaml", text), command)
     assert imported.tree["pipeline"] == pipeline
     assert any((remark or "") in each for each in imported.remarks) == (remark is not None)
+
+
+@pytest.mark.parametrize(
+    ("lines", "data"),
+    [
+        ("dataset_name: org/rows", {"dataset_name": "org/rows"}),
+        (
+            "{dataset_name: org/rows, dataset_config: main, dataset_train_split: train}",
+            {"dataset_name": "org/rows:main"},
+        ),
+        ("{dataset_name: org/rows, dataset_train_split: train_sft}", {"dataset_name": "org/rows:train_sft"}),
+        (
+            "{dataset_name: org/rows, dataset_config: main, dataset_test_split: dev, eval_strategy: steps}",
+            {"dataset_name": "org/rows:main", "val_dataset_name": "org/rows:main/dev"},
+        ),
+        (
+            "{dataset_name: org/rows, eval_strategy: steps}",
+            {"dataset_name": "org/rows", "val_dataset_name": "org/rows"},
+        ),
+        ("{dataset_name: rows.jsonl, dataset_config: main, eval_strategy: steps}", {"dataset_name": "rows.jsonl"}),
+    ],
+)
+def test_a_dataset_of_the_hub_is_one_name_with_config_and_split(lines: str, data: dict[str, str], tmp_path: Path):
+    tree, _, _ = translate_trl(write(tmp_path, "sft.yaml", f"{lines}\n"))
+    assert {key: value for key, value in tree["data"].items() if key.endswith("dataset_name")} == data
+    validate_tree(tree)
+
+
+def test_an_id_of_the_hub_is_left_to_the_start(tmp_path: Path):
+    tree = import_trl(write(tmp_path, "sft.yaml", "{model_name_or_path: tiny, dataset_name: org/rows}")).tree
+    issues = {issue.path: issue.message for issue in check_imported(tree)}
+    assert issues["data.dataset_name"] == (
+        "org/rows is a dataset of the hub, which `offbeat train` takes; or set a file"
+    )
 
 
 PLAIN = "{model_name_or_path: org/model, dataset_name: a.jsonl}"

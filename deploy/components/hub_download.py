@@ -1,4 +1,4 @@
-"""Downloads of hub models before a run's other components are built.
+"""Downloads of hub models and datasets before a run's other components are built.
 
 Invariant: a download is a process that ends with its control replica; complete files stay in the hub's cache.
 """
@@ -17,11 +17,12 @@ from offbeat.services.process import bind_to_thread, terminate
 STOP_TIMEOUT_S = 2.0
 
 
-class ModelDownload:
-    def __init__(self, model: str) -> None:
-        """model: `ID@COMMIT`."""
-        self.name = f"download of {model}"
-        self._model = model
+class HubDownload:
+    def __init__(self, name: str) -> None:
+        """name: `ID@COMMIT` of a model, `ID:CONFIG/SPLIT@COMMIT` of a dataset."""
+        self.name = f"download of {name}"
+        self._id = name
+        self._kind = "dataset" if ":" in name else "model"
         self._process: subprocess.Popen[str] | None = None
         self._problem: str | None = None
 
@@ -30,9 +31,10 @@ class ModelDownload:
             self._start()
 
     def _start(self) -> None:
+        module = "offbeat.deploy.config.hub_datasets" if self._kind == "dataset" else "offbeat.deploy.config.hub"
         search_path = os.pathsep.join(filter(None, sys.path))
         self._process = subprocess.Popen(
-            bind_to_thread([sys.executable, "-m", "offbeat.deploy.config.hub", self._model]),
+            bind_to_thread([sys.executable, "-m", module, self._id]),
             env={**os.environ, "PYTHONPATH": search_path, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -52,7 +54,7 @@ class ModelDownload:
             return Observation(Health.ABSENT)
         code = self._process.poll()
         if code is None:
-            return Observation(Health.STARTING, "takes the model from the hub")
+            return Observation(Health.STARTING, f"takes the {self._kind} from the hub")
         if code == 0:
             return Observation(Health.READY)
         if self._problem is None:
@@ -62,13 +64,13 @@ class ModelDownload:
 
 
 class DownloadMesh:
-    """Components of a run with missing models."""
+    """Components of a run with missing models or datasets."""
 
-    def __init__(self, models: Sequence[str]) -> None:
-        self._components = [ModelDownload(model) for model in models]
+    def __init__(self, names: Sequence[str]) -> None:
+        self._components = [HubDownload(name) for name in names]
 
     @property
-    def components(self) -> Sequence[ModelDownload]:
+    def components(self) -> Sequence[HubDownload]:
         return self._components
 
     async def prepare(self) -> None: ...
