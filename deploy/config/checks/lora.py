@@ -21,6 +21,8 @@ ROUTERS = ("gate", "router")
 """Names of a mixture's router, beside its experts."""
 ROUTER = ".router."
 """Part of the names of routers that are layers of their own."""
+LANGUAGE_MODEL = "language_model."
+"""Part of the names in multimodal models' language model, which alone takes adapters."""
 TRANSPOSED = ("gpt2", "openai-gpt")
 """Families whose layers are Conv1D of transformers."""
 
@@ -101,6 +103,7 @@ def _linear_layers(config: RunConfig) -> tuple[list[str], list[str]]:
     routers = {f"{mixture}.{name}.weight" for mixture in mixtures for name in ROUTERS}
     others = {name for name, _ in shapes if ".experts." in name or name in routers or ROUTER in name}
     layers = [name for name, shape in shapes if name.endswith(".weight") and len(shape) == 2 and name not in others]
+    layers = [name for name in layers if LANGUAGE_MODEL in name] or layers
     return [name.removesuffix(".weight") for name in layers], [name.removesuffix(".weight") for name in others]
 
 

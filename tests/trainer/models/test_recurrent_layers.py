@@ -5,12 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from offbeat.services.generation.checkpoint_names import checkpoint_tensors
 from offbeat.services.generation.config import AttentionName
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.models.limits import UNMASKED
 from offbeat.trainer.models.loading import load_critic, load_policy, load_reward_model
+from offbeat.trainer.models.lora import merged_weights
 from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.models.recurrent_layers import RECURRENT_LAYERS, recurrent_layers
 from tests.families import pack, write_family
@@ -121,11 +124,16 @@ def test_no_kernel_reads_weights_past_their_adapters(
     policy(pack(sequences)).logprobs.sum().backward()
 
 
-def test_weights_have_hugging_faces_names(tmp_path: Path) -> None:
-    write_family(tmp_path, "qwen3_5_text")
-    names = {name for name, _ in load(tmp_path).named_parameters()}
-    assert "model.model.layers.0.linear_attn.A_log" in names
-    assert "model.model.layers.0.linear_attn.conv1d.weight" in names
+@pytest.mark.parametrize("family", RECURRENT_LAYERS)
+def test_exported_weights_are_those_of_transformers_checkpoints(family: str, tmp_path: Path) -> None:
+    write_family(tmp_path, family)
+    policy = load(tmp_path)
+    weights = {weight.name.removeprefix("model."): weight.tensor() for weight in merged_weights(policy)}
+    exported = dict(checkpoint_tensors(policy.model.config, weights.items()))
+    policy.model.save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert exported.keys() == saved.keys()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in exported.items())
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])

@@ -13,7 +13,13 @@ from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.stages import cut_stage, stage_layers
 from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.copying import replace
+from tests.families import pack, write_family
 
+HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "max_position_embeddings": 256,
+}
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
 
 
@@ -42,6 +48,16 @@ def test_stages_in_turn_are_the_whole_model(folder: Path):
     first, last = ({name for name, _ in stage.named_parameters()} for stage in stages)
     assert first | last == names
     assert first & last == {"model.model.embed_tokens.weight"}
+
+
+def test_stages_of_recurrent_layers_are_the_whole_model(tmp_path: Path):
+    write_family(tmp_path, "qwen3_5_text", **HYBRID)
+    x = pack([torch.arange(length) % 60 for length in (150, 3, 70)])
+    expected = load_policy(tmp_path, ModelArgs(), seed=1)(x)
+    first, last = (cut_stage(load_policy(tmp_path, ModelArgs(), seed=1), stage, 2) for stage in range(2))
+    assert torch.equal(last(replace(x, hidden=first(x))).logprobs, expected.logprobs)
+    kinds = [{type(layer).__name__ for layer in stage.modules()} for stage in (first, last)]
+    assert all("Qwen3_5GatedDeltaNet" in each for each in kinds)
 
 
 def test_a_reward_models_head_is_on_the_last_stage(folder: Path):

@@ -86,6 +86,13 @@ def test_experts_and_routers_are_refused_as_targets(tmp_path: Path, experts: dic
     assert target_issues(tmp_path, "q_proj,up_proj", dense | experts | shared) == []
 
 
+def test_layers_of_a_multimodal_model_are_those_of_its_language_model(tmp_path: Path) -> None:
+    shapes = {"model.visual.blocks.0.mlp.linear_fc1": (2, 2), "model.language_model.layers.0.self_attn.q_proj": (2, 2)}
+    weights = {f"{name}.weight": shape for name, shape in shapes.items()}
+    (says,) = target_issues(tmp_path, "q_proj,linear_fc1", weights)
+    assert says == "the model has no layer linear_fc1: take of q_proj, or all-linear"
+
+
 def test_a_router_of_its_own_is_refused_as_a_target(tmp_path: Path) -> None:
     """As in Granite 3 MoE, whose experts have no names of their own."""
     mixture = {"moe.router.layer.weight": (4, 2), "moe.input_linear.weight": (4, 2, 2)}
