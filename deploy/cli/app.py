@@ -28,8 +28,9 @@ from offbeat.deploy.cli.distill import distill_app
 from offbeat.deploy.cli.env import env_app
 from offbeat.deploy.cli.options import refuse_unread
 from offbeat.deploy.cli.plan import plan
-from offbeat.deploy.cli.play import inspect, play, rollout
+from offbeat.deploy.cli.play import inspect, play
 from offbeat.deploy.cli.reward import reward_app
+from offbeat.deploy.cli.rollout import rollout
 from offbeat.deploy.cli.runs.app import DEFAULT_TINKER_URL, TinkerKey, TinkerUrl, is_model_id, runs_app
 from offbeat.deploy.cli.tinker import tinker
 from offbeat.deploy.cli.ui import ui

@@ -31,6 +31,9 @@ def policy_folder(path: Path) -> Path:
     ]
     if checkpoints:
         return max(checkpoints, key=lambda each: writing_order(describe(each)))
+    if (path / "adapter_config.json").is_file():
+        message = f"{path} is an adapter without its base: name the run or checkpoint, whose weights hold both"
+        raise ConfigError([ConfigIssue("", message)])
     url, uploaded = read_uploaded(path / CHECKPOINTS)
     if uploaded:
         message = (

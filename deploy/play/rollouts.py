@@ -1,6 +1,7 @@
 """Concurrent episodes with a run's rules and tasks."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -73,6 +74,7 @@ class EpisodeResult:
     failures: Counter[str] = field(default_factory=Counter[str])
     last_errors: dict[str, EpisodeError] = field(default_factory=dict[str, EpisodeError])
     """By reason."""
+    duration_s: float = 0.0
 
     def add_failure(self, error: EpisodeError) -> None:
         self.failures[error.reason] += 1
@@ -139,10 +141,11 @@ async def run_episodes(
     """sample: None for random answers. runtime: for external agents. counts_tokens: False if tokens of `chat` are not
     those of the model that answers, so that limits in tokens do not apply.
     """
-    result = EpisodeResult()
+    result, began = EpisodeResult(), time.monotonic()
     pool = EnvPool(config.custom_envs, min(request.concurrency, 32))
     rows = open_answered(config, request.seed)
     rewards = open_rewards(config, rows, chat)
+    progress(0, request.episodes)
     remaining = enumerate(build_tasks(config, request, rows))
 
     def find_target(tag: str) -> PlayTarget:
@@ -173,6 +176,7 @@ async def run_episodes(
             await rewards.close()
         if runtime is not None:
             await runtime.close()
+    result.duration_s = time.monotonic() - began
     result.trajectories.sort(key=lambda trajectory: (int(trajectory.group_id), trajectory.index))
     return result
 

@@ -1,6 +1,7 @@
 import atexit
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
@@ -9,6 +10,7 @@ from offbeat.deploy.config import hub
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.play.agents import TextSampler, load_chat, make_random_agent
+from offbeat.deploy.play.engine import open_sampler
 from offbeat.deploy.play.episode import trace_episode
 from offbeat.deploy.play.openai_agent import OpenAISampler
 from offbeat.deploy.play.policy import BatchingSampler, SamplingParams, TransformersPolicy, policy_folder
@@ -20,6 +22,7 @@ from offbeat.envs import registry
 from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.chat.template_override import write_policy_folder
 from offbeat.services.chat.vision import model_family
+from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.messages.types import EpisodeKind, Trajectory
 from offbeat.services.rollout.agents.episode import AgentRuntime, runtime_for
 from offbeat.services.rollout.envs.runners import call_env
@@ -67,11 +70,14 @@ async def collect(
     *,
     needs_messages: bool = False,
     endpoint: tuple[str, str] | None = None,
+    engine: GenerationConfig | None = None,
 ) -> CollectedEpisodes:
-    """agent: `random`, or as in `find_policy`. endpoint: URL and model that answer in its place.
+    """agent: `random`, or as in `find_policy`. endpoint: URL and model that answer in its place. engine: of
+    `prepare_engine`, to sample a policy; None: transformers in this process.
 
     Raises:
         ConfigError: no envs, messages of envs with functions, or functions or external agents with an endpoint.
+        GenerationError: the engine did not start.
     """
     if not config.custom_envs:
         raise ConfigError([ConfigIssue("custom_envs", "no env: name at least one tag")])
@@ -104,9 +110,16 @@ async def collect(
         finally:
             await sample.close()
         return CollectedEpisodes(result, chat)
-    sample = None if folder is None else load_sampler(folder, chat, target, request.seed)
     runtime = _random_runtime(config, chat) if folder is None else runtime_for(config.custom_envs, folder)
-    result = await run_episodes(config, request, chat, sample, progress, runtime)
+    async with AsyncExitStack() as stack:
+        if folder is None:
+            sample = None
+        elif engine is None:
+            sample = load_sampler(folder, chat, target, request.seed)
+        else:
+            opened = open_sampler(engine, folder, target, chat.stop_ids, request.seed)
+            sample = await stack.enter_async_context(opened)
+        result = await run_episodes(config, request, chat, sample, progress, runtime)
     return CollectedEpisodes(result, chat, calling_tags)
 
 

@@ -15,14 +15,14 @@ from offbeat.services.device_turns import EngineTurns
 from offbeat.services.devices import EngineDevices
 from offbeat.services.generation.client import DEPLOYMENT, split_messages
 from offbeat.services.generation.config import GenerationConfig
-from offbeat.services.generation.engine import TenantEngine
+from offbeat.services.generation.engines import start_engine
 from offbeat.services.generation.replica import ReplicaStatus
 from offbeat.services.generation.request_router import AwakeReplicaRouter
 from offbeat.services.generation.tenancy import EngineOffer, Tenant, make_offer, read_architecture
 from offbeat.services.generation.tenants import Tenants
 from offbeat.services.messages.codec import decode_requests, encode_completions
 from offbeat.services.placement import claim_devices, deployment_options
-from offbeat.services.process import freeze_started, uncollected_imports
+from offbeat.services.process import freeze_started
 from offbeat.services.redis.connection import connect, connect_async
 from offbeat.services.telemetry import configure_logging
 from offbeat.services.weights.config import WeightsConfig
@@ -65,7 +65,13 @@ class GenerationDeployment:
         self._turns = self._join_turns()
         if self._turns is not None:
             await self._turns.acquire()
-        self._engine = await _start_engine(s, s.seed + context.rank.rank)
+        self._engine = await start_engine(
+            s.config,
+            s.model,
+            sequence_length=s.sequence_length,
+            seed=s.seed + context.rank.rank,
+            transport=s.transport,
+        )
         self._tenants = Tenants(self._app, self._replica_id, self._engine, s.config, s.redis_url)
         self._taking_turns: asyncio.Task[None] | None = None
         if s.tenant is not None:
@@ -128,32 +134,6 @@ class GenerationDeployment:
         engine = self.__dict__.get("_engine")
         if engine is not None:
             engine.close()
-
-
-async def _start_engine(settings: ReplicaSettings, seed: int) -> TenantEngine:
-    """Start the configured engine with random weights."""
-    s = settings
-    # each imports libraries that take seconds, and that the others do not need
-    if s.config.strategy_args.strategy_name == "hf_infer":
-        with uncollected_imports():
-            from offbeat.services.generation.hf.engine import HfEngine  # noqa: PLC0415
-
-        return await HfEngine.start(s.config, s.model, sequence_length=s.sequence_length, seed=seed)
-    if s.config.strategy_args.strategy_name == "sglang":
-        from offbeat.services.generation.sglang.engine import SglangEngine  # noqa: PLC0415
-
-        return await SglangEngine.start(s.config, s.model, sequence_length=s.sequence_length, seed=seed)
-    if s.config.engine.max_loras > 1:
-        from offbeat.services.generation.vllm.shared import VllmSharedEngine  # noqa: PLC0415
-
-        return await VllmSharedEngine.start(
-            s.config, s.model, sequence_length=s.sequence_length, seed=seed, transport=s.transport
-        )
-    from offbeat.services.generation.vllm.engine import VllmEngine  # noqa: PLC0415
-
-    return await VllmEngine.start(
-        s.config, s.model, sequence_length=s.sequence_length, seed=seed, transport=s.transport
-    )
 
 
 def build(

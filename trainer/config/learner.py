@@ -119,6 +119,17 @@ class LearnerConfig(AlgorithmConfig):
     critic: CriticConfig = Field(default=CriticConfig(), validate_default=True)
     reference: ReferenceConfig = Field(default=ReferenceConfig(), validate_default=True)
 
+    @field_validator("max_steps", mode="before")
+    @classmethod
+    def _has_steps(cls, value: object) -> object:
+        """Name the command for evaluations alone."""
+        if type(value) is int and value == 0:
+            raise ValueError(
+                "0 steps train nothing: take at least 1, or `offbeat rollout CONFIG --engine config`, which evaluates "
+                "without training"
+            )
+        return value
+
     @field_validator("actor_train")
     @classmethod
     def _has_a_rate_and_processes(cls, value: ActorTrainConfig, info: ValidationInfo) -> ActorTrainConfig:

@@ -365,7 +365,8 @@ RUN: Rules = (
     ("trainer.nnodes", missing("device_mapping says which devices a role has (docs/devices.md)")),
     ("trainer.val_before_train", same("evaluated before and after training", True)),
     ("trainer.val_before_train", missing("evaluated before and after training, with validation rows")),
-    ("trainer.val_only", missing("`offbeat rollout` plays episodes of a policy")),
+    ("trainer.val_only", same("", False)),
+    ("trainer.val_only", missing("`offbeat rollout CONFIG --engine config` evaluates without training")),
     ("trainer.resume_mode", _resume),
     ("trainer.resume_from_path", lambda key: rename("resume_from_checkpoint")(key)
      if get(key.tree, "trainer.resume_mode") == "resume_path" else no_effect("of resume_mode resume_path")(key)),

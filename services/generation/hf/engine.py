@@ -82,11 +82,15 @@ class HfEngine:
         self._passes = asyncio.create_task(self._run())
 
     @classmethod
-    async def start(cls, config: GenerationConfig, model: Path, *, sequence_length: int, seed: int) -> "HfEngine":
+    async def start(
+        cls, config: GenerationConfig, model: Path, *, sequence_length: int, seed: int, version: int | None = None
+    ) -> "HfEngine":
+        """version: of the folder's weights, to be served; None: weights are random until the first `load`."""
         keep_freed_memory_here()
         dtype = getattr(torch, config.model_args.dtype or "float32")
-        policy = await asyncio.to_thread(PolicyModel, model, dtype)
+        policy = await asyncio.to_thread(PolicyModel, model, dtype, reads_weights=version is not None)
         engine = cls(policy, model, config, config.engine.max_model_len or sequence_length, seed)
+        engine._version = -1 if version is None else version
         await engine.generate(GenerateRequest("warm-up", (0,), Sampling(max_new_tokens=2)), -1)
         return engine
 

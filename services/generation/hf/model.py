@@ -61,8 +61,8 @@ class Version:
 
 
 class PolicyModel:
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        """Make the folder's architecture with random weights.
+    def __init__(self, folder: Path, dtype: torch.dtype, *, reads_weights: bool = False) -> None:
+        """Make the folder's architecture with random weights, or with the folder's.
 
         Raises:
             GenerationError: it can't be served.
@@ -71,9 +71,13 @@ class PolicyModel:
         architecture = config.to_dict()
         if problem := architecture_problem(architecture):
             raise GenerationError(f"{folder}: {problem}")
-        self._model: Any = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=ROW_ATTENTION, trust_remote_code=False
-        ).eval()
+        options: dict[str, Any] = {"dtype": dtype, "attn_implementation": ROW_ATTENTION}
+        made: Any = (
+            AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
+            if reads_weights
+            else AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
+        )
+        self._model: Any = made.eval()
         if not self._model._supports_attention_backend:
             raise GenerationError(
                 f"transformers does not allow replacing the attention of {config.model_type}: take vllm"

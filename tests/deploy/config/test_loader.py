@@ -140,6 +140,7 @@ def test_unknown_override_reports_path_and_nearest_key():
 
 def test_wrong_type_reports_path_expectation_and_value():
     assert refused("seed=soon") == {"seed": "expected an integer, got 'soon' (a string)"}
+    assert "`offbeat rollout CONFIG --engine config`" in refused("max_steps=0")["max_steps"]
     assert refused("max_steps=2.5") == {"max_steps": "expected an integer, got 2.5 (a number)"}
 
 

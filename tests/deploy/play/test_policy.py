@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.play.policy import BatchingSampler, PromptRequest, SamplingParams, TransformersPolicy, policy_folder
 from offbeat.deploy.play.token_sampling import make_warpers
 from offbeat.services.chat.stops import load_decoder
@@ -35,6 +36,13 @@ def test_steps_of_seven_digits_follow_those_of_six(tmp_path: Path) -> None:
     save(tmp_path, 999_999, serial=0)
     later = save(tmp_path, 1_000_000, serial=0)
     assert policy_folder(tmp_path) == later
+
+
+def test_an_adapter_alone_is_refused(tmp_path: Path) -> None:
+    """As `offbeat export --adapter` writes it; a checkpoint has merged weights."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is an adapter without its base: name the run or checkpoint"):
+        policy_folder(tmp_path)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -335,6 +335,8 @@ def test_an_option_of_verl(words: tuple[str, ...], expected: dict[str, Any], tmp
         ("trainer.save_freq=-1", "no counterpart"),
         ("trainer.save_freq=5", "renamed"),
         ("trainer.val_before_train=False", "no counterpart"),
+        ("trainer.val_only=True", "no counterpart"),
+        ("trainer.val_only=False", "same"),
         ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4", "no effect"),
         ("trainer.resume_from_path=folder", "no effect"),
         (f"{ACTOR}.ppo_micro_batch_size=$SIZE", "no counterpart"),
