@@ -26,6 +26,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "zero-2": {"zero_stage": 2},
     "zero-3": {"zero_stage": 3, "strategy_config": SHARDED},
     "fsdp2": {"strategy_name": "fsdp2_train"},
+    "fsdp2-lora": {"strategy_name": "fsdp2_train"},
+    "zero-3-lora": {"zero_stage": 3, "strategy_config": SHARDED},
 }
 IMAGES = ((2, 3), None, None, (1, 1), (3, 1))
 """Rows and columns of tokens of each pass's image; passes of two ranks differ in whether they have one."""
@@ -52,7 +54,9 @@ def batch_of(folder: Path) -> list[PackedInput]:
 def learned(folder: Path, engine: str, ranks: Ranks) -> dict[str, Tensor]:
     """Return weights, norms of the gradients, and what the policy then says."""
     train = ActorTrainConfig(
-        model_args=ModelArgs(disable_gradient_checkpointing=engine != "fsdp2"),
+        model_args=ModelArgs(
+            disable_gradient_checkpointing=engine != "fsdp2", lora_target="all-linear" if "lora" in engine else None
+        ),
         training_args=SMOOTH,
         strategy_args=StrategyArgs.model_validate(ENGINES[engine]),
     )

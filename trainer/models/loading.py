@@ -103,10 +103,10 @@ def load_reward_model(folder: Path, args: ModelArgs, seed: int) -> PackedRewardM
 def _load_policy(folder: Path, args: ModelArgs, seed: int, temperature: float) -> PackedPolicy:
     auto = policy_loader(folder)
     model = _load(auto, folder, args, seed)
-    if model_family(folder) is not None:
-        return PackedVisionPolicy(model, temperature, ImageProcessor(folder))
     if args.lora_target is not None:
         add_adapters(model, args, seed)
+    if model_family(folder) is not None:
+        return PackedVisionPolicy(model, temperature, ImageProcessor(folder))
     return PackedPolicy(model, temperature)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from offbeat.deploy.config.checks.lora import KEY as MAX_LORA_RANK
 from offbeat.deploy.config.checks.model import has_vision
 from offbeat.deploy.config.checks.prompts import OnStep
 from offbeat.deploy.config.run import RunConfig
@@ -78,9 +79,9 @@ def _check_training(config: RunConfig) -> Iterator[ConfigIssue]:
     train = config.actor_train
     rejections = (
         (
-            train.model_args.lora_target is not None,
-            "actor_train.model_args.lora_target",
-            "adapters support text models only: leave it out",
+            config.actor_infer.engine.max_lora_rank is not None,
+            MAX_LORA_RANK,
+            "its engine takes merged weights: leave it out",
         ),
         (
             config.adv_estimator == "gae",

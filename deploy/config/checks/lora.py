@@ -93,7 +93,7 @@ def _is_named(target: str, layers: Iterable[str]) -> bool:
 def _linear_layers(config: RunConfig) -> tuple[list[str], list[str]]:
     """Return layers with matrices, and those of experts and routers, as files name them; none if unreadable."""
     if config.pretrain == "tiny":
-        numbers = range(0 if config.tiny.vision is not None else config.tiny.num_hidden_layers)
+        numbers = range(config.tiny.num_hidden_layers)
         return [f"model.layers.{number}.{name}" for number in numbers for name in TINY_LAYERS], []
     try:
         shapes = list(weight_shapes(config.pretrain))

@@ -138,6 +138,23 @@ def test_logprobs_depend_on_images_and_the_tower_gets_gradients(folder: Path, po
     assert untouched == []
 
 
+@pytest.mark.parametrize("target", ["all-linear", "q_proj,v_proj"])
+def test_adapters_are_of_the_language_model(folder: Path, policy: PackedVisionPolicy, target: str) -> None:
+    adapted = load_policy(folder, ModelArgs(lora_target=target), seed=1)
+    x = Sequences(folder).packed()
+    torch.testing.assert_close(adapted(x).logprobs, policy(x).logprobs, rtol=0, atol=0)
+    adapted(x).logprobs.sum().backward()
+    trained = {name for name, weight in adapted.named_parameters() if weight.requires_grad}
+    assert trained
+    assert all(".lora_" in name and "visual" not in name for name in trained)
+    assert all(weight.grad is not None for name, weight in adapted.named_parameters() if name in trained)
+
+
+def test_adapters_of_the_tower_are_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="qkv"):
+        load_policy(folder, ModelArgs(lora_target="qkv"), seed=1)
+
+
 def test_text_policy_rejects_images(tmp_path: Path) -> None:
     write_tiny_policy(tmp_path, TinyPolicyConfig(num_hidden_layers=1), WORDS)
     policy = load_policy(tmp_path, ModelArgs(), seed=1)

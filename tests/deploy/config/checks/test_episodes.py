@@ -40,7 +40,16 @@ def test_keys_of_training_alone_are_refused_for_evaluation(overrides: list[str],
     [
         (["tiny.vision=null"], f"{TAG}.agent_template", "set tiny.vision to {}"),
         ([f"{TAG}.env_config.render_mode=ansi"], f"{TAG}.env_type", "render_mode rgb_array"),
-        (["+actor_train.model_args.lora_target=q_proj"], "actor_train.model_args.lora_target", "text models"),
+        (
+            ["+actor_train.model_args.lora_target=q_proj", f"+{ENGINE}.max_lora_rank=8"],
+            f"{ENGINE}.max_lora_rank",
+            "merged weights",
+        ),
+        (
+            ["+actor_train.model_args.lora_target=qkv"],
+            "actor_train.model_args.lora_target",
+            "the model has no layer qkv",
+        ),
         (["adv_estimator=gae"], "adv_estimator", "critic has no image input"),
         (["+actor_train.model_args.shared_prefix=true"], "actor_train.model_args.shared_prefix", "tokens only"),
         (
@@ -67,6 +76,7 @@ def test_invalid_combinations_with_images_are_rejected(overrides: list[str], pat
 def test_a_policy_with_images_trains_in_several_processes(strategy: str):
     overrides = ["+actor_train.num_processes=2", f"+actor_train.strategy_args={strategy}"]
     assert problems("frozen_lake_vision.yaml", *overrides) == {}
+    assert problems("frozen_lake_vision.yaml", *overrides, "+actor_train.model_args.lora_target=all-linear") == {}
 
 
 @pytest.mark.parametrize(
