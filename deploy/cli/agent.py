@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from offbeat.deploy.cli.env import EXIT_FOUND, EXIT_USAGE, parse_settings
+from offbeat.deploy.cli.env import EXIT_FOUND, EXIT_USAGE, load_settings
 from offbeat.deploy.cli.options import refuse_unread
 
 agent_app = typer.Typer(help="Check external agents.", no_args_is_help=True)
@@ -95,7 +95,7 @@ def _agents(target: str, settings: list[str] | None, env: str, python: str) -> t
         if _is_agent(target):
             runner = AgentRunner(path=target, python=python)
             return (
-                {target: CustomEnv(env_type=env, env_config=parse_settings(settings), agent_runner=runner)},
+                {target: CustomEnv(env_type=env, env_config=load_settings(env, settings), agent_runner=runner)},
                 True,
                 set(),
             )

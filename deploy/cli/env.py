@@ -52,7 +52,7 @@ def check(
 
     report = check_in_processes(
         env,
-        parse_settings(settings),
+        load_settings(env, settings),
         num_seeds=seeds,
         limit_s=limit_s,
         on_progress=lambda text: typer.secho(text, dim=True, err=True),
@@ -128,6 +128,22 @@ def new(name: Annotated[str, typer.Argument(metavar="NAME", help="snake_case, su
     typer.echo(f"  offbeat env check {module}:{class_name(module)}")
     typer.echo(f"  offbeat play {module}:{class_name(module)}")
     typer.echo(f"  offbeat train {module}.yaml")
+
+
+def load_settings(env: str, settings: list[str] | None) -> dict[str, Any]:
+    """Parse an env's settings, and download datasets of the hub that they name; exit on error."""
+    parsed = parse_settings(settings)
+    if not any(key.endswith("dataset_name") for key in parsed):
+        return parsed
+    from offbeat.deploy.config.hub_datasets import download, resolve_datasets
+
+    tree = {"custom_envs": {env: {"env_type": env, "env_config": parsed}}}
+    resolved, issues = resolve_datasets(tree, download)
+    for issue in issues:
+        typer.echo(f"{issue.path.rpartition('.')[2]}: {issue.message}", err=True)
+    if issues:
+        raise typer.Exit(EXIT_USAGE)
+    return resolved["custom_envs"][env]["env_config"]
 
 
 def parse_settings(settings: list[str] | None) -> dict[str, Any]:

@@ -225,10 +225,10 @@ def _open_cached(wanted: DatasetId) -> DatasetSnapshot:
     commit = revision if COMMIT.fullmatch(revision) else ref.read_text().strip() if ref.is_file() else None
     folder = cached / "snapshots" / str(commit)
     listing = _folder(wanted.repo, str(commit)) / FILES
-    if commit is None or not (folder.is_dir() or listing.is_file()):
-        raise LocalEntryNotFoundError(f"no snapshot of {wanted.repo}")
     present = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    files = json.loads(listing.read_text()) if listing.is_file() else present
+    files: list[str] = json.loads(listing.read_text()) if listing.is_file() else present
+    if commit is None or not present or (CARD in files and CARD not in present):
+        raise LocalEntryNotFoundError(f"no snapshot of {wanted.repo}")
     return DatasetSnapshot(commit, files, folder / CARD if CARD in present else None)
 
 

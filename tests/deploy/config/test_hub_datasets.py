@@ -11,9 +11,11 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 from huggingface_hub import constants
 
+from offbeat.deploy.cli.env import load_settings
 from offbeat.deploy.config.hub import HubError
 from offbeat.deploy.config.hub_datasets import download, find, is_dataset_id, missing_datasets, resolve_datasets
 from offbeat.envs.dataset.files import open_rows
@@ -153,7 +155,9 @@ def test_a_dataset_that_is_not_here_is_found_by_its_commit():
 
 @pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize(("name", "rows"), [(f"{DATASET}:main", (0, 32)), (f"{DATASET}:main/test", (32, 8))])
-def test_a_recorded_path_is_downloaded_again_if_the_cache_has_lost_it(cache: Path, name: str, rows: tuple[int, int]):
+def test_a_recorded_path_is_downloaded_again_if_the_cache_has_lost_it(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, name: str, rows: tuple[int, int]
+):
     """As when a run is resumed after `hf cache rm`."""
     tree = {"data": {"dataset_name": download(name, "train")}}
     assert missing_datasets(tree) == []
@@ -164,6 +168,11 @@ def test_a_recorded_path_is_downloaded_again_if_the_cache_has_lost_it(cache: Pat
     assert found["data"]["dataset_name"].endswith(f"@{SHA}")
     assert resolve_datasets(tree, download) == (tree, [])
     assert questions(tree["data"]["dataset_name"]) == expected(*rows)
+    shutil.rmtree(cache / "hub")
+    set_endpoint(monkeypatch, NOWHERE)
+    _, issues = resolve_datasets(tree, download)
+    assert [issue.path for issue in issues] == ["data.dataset_name"]
+    assert "the dataset hub can't be reached, and its cache has no snapshot of tiny/sums" in issues[0].message
 
 
 @pytest.mark.usefixtures("hub")
@@ -228,6 +237,17 @@ def test_ids_of_all_keys_are_resolved_and_names_of_other_envs_stay():
         "custom_envs.Math.env_config.dataset_name",
         "custom_envs.Tools.env_config.env_config.dataset_name",
     }
+
+
+@pytest.mark.usefixtures("hub")
+def test_settings_of_an_env_on_the_command_line_name_datasets_of_the_hub(capsys: pytest.CaptureFixture[str]):
+    settings = load_settings("math", [f"dataset_name={DATASET}:main/test", "split=any"])
+    assert settings["dataset_name"].endswith("main/test.parquet")
+    assert settings["split"] == "any"
+    assert load_settings("my_env:Env", ["dataset_name=some/name"]) == {"dataset_name": "some/name"}
+    with pytest.raises(typer.Exit):
+        load_settings("math", [f"dataset_name={DATASET}:main/dev"])
+    assert "dataset_name: tiny/sums: config main has no split 'dev'" in capsys.readouterr().err
 
 
 def test_a_file_or_folder_goes_before_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
