@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from offbeat.envs.dataset.rows import State, read_state, read_table
+from offbeat.envs.dataset.rows import State, is_saved, list_files, read_state, read_table
 
 Row = Mapping[str, Any]
 
@@ -35,20 +35,24 @@ class DatasetRows(Protocol):
 
 
 class JsonLinesRows:
-    """A .jsonl file; only line positions are in memory."""
+    """.jsonl files; only line positions are in memory."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.folder = path.parent
+    def __init__(self, path: Path, files: Sequence[Path]) -> None:
+        """path: the file, or the folder of `files`."""
+        self._files = tuple(files)
+        self.folder = path if path.is_dir() else path.parent
+        self._file_of: list[int] = []
         self._starts: list[int] = []
         self._lines: list[int] = []
-        position = 0
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    self._starts.append(position)
-                    self._lines.append(number)
-                position += len(line)
+        for place, each in enumerate(self._files):
+            position = 0
+            with each.open("rb") as file:
+                for number, line in enumerate(file, start=1):
+                    if line.strip():
+                        self._file_of.append(place)
+                        self._starts.append(position)
+                        self._lines.append(number)
+                    position += len(line)
         if not self._starts:
             raise ValueError(f"{path} has no rows")
         self.columns = tuple(self[0])
@@ -57,14 +61,17 @@ class JsonLinesRows:
         return len(self._starts)
 
     def __getitem__(self, index: int) -> Row:
-        with self._path.open("rb") as file:
+        with self._files[self._file_of[index]].open("rb") as file:
             file.seek(self._starts[index])
             return self._parse(index, file.readline())
 
     def scan(self, keys: Sequence[str]) -> Iterator[Row]:  # noqa: ARG002
-        with self._path.open("rb") as file:
-            for index, line in enumerate(line for line in file if line.strip()):
-                yield self._parse(index, line)
+        index = 0
+        for each in self._files:
+            with each.open("rb") as file:
+                for line in (line for line in file if line.strip()):
+                    yield self._parse(index, line)
+                    index += 1
 
     def _parse(self, index: int, line: bytes) -> Row:
         try:
@@ -76,7 +83,7 @@ class JsonLinesRows:
         return cast(dict[str, Any], row)
 
     def name(self, index: int) -> str:
-        return f"{self._path}:{self._lines[index]}"
+        return f"{self._files[self._file_of[index]]}:{self._lines[index]}"
 
 
 class TableRows:
@@ -139,4 +146,7 @@ def open_rows(path: Path, exact: tuple[str, ...] = ()) -> DatasetRows:
 @lru_cache(maxsize=8)
 def _open(path: Path, exact: tuple[str, ...], state: State) -> DatasetRows:
     del state
-    return JsonLinesRows(path) if path.suffix == ".jsonl" else TableRows(path, exact)
+    if path.is_dir() and is_saved(path):
+        return TableRows(path, exact)
+    files = list_files(path) if path.is_dir() else [path]
+    return JsonLinesRows(path, files) if files[0].suffix == ".jsonl" else TableRows(path, exact)

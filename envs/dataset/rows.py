@@ -108,8 +108,8 @@ def _leave_images_encoded(datasets: Any, feature: Any) -> None:
 
 
 def _load_table(datasets: Any, path: Path, key: str, exact: Collection[str]) -> Any:
-    if path.is_dir() and not any((path / name).exists() for name in SAVED):
-        return _load_files(datasets, _list_files(path, key), path, exact)
+    if path.is_dir() and not is_saved(path):
+        return _load_files(datasets, list_files(path, key), path, exact)
     if path.is_dir():
         try:
             dataset = datasets.load_from_disk(str(path))
@@ -127,7 +127,12 @@ def _load_table(datasets: Any, path: Path, key: str, exact: Collection[str]) -> 
     return _load_files(datasets, [path], path, exact)
 
 
-def _list_files(folder: Path, key: str) -> list[Path]:
+def is_saved(folder: Path) -> bool:
+    """Return whether `datasets` saved a folder."""
+    return any((folder / name).exists() for name in SAVED)
+
+
+def list_files(folder: Path, key: str = "dataset_name") -> list[Path]:
     """Return a folder's files of rows, by name; raises ValueError unless they are of one kind and there."""
     files = sorted(path for path in folder.iterdir() if path.suffix in READERS)
     if len(kinds := {path.suffix for path in files}) != 1:

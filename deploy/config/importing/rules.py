@@ -69,7 +69,7 @@ def take_file(target: str) -> Rule:
         names = [key.value] if isinstance(key.value, str) else key.value
         if not isinstance(names, list) or not names:
             return Outcome("no effect", note="names no file")
-        note = "" if len(names) == 1 else f"one file: join them ({', '.join(map(str, names[1:]))})"
+        note = "" if len(names) == 1 else f"one file or folder: put them into one ({', '.join(map(str, names[1:]))})"
         return Outcome("renamed", tuple(target.split(".")), names[0], note)
 
     return rule

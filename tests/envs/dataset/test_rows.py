@@ -37,6 +37,16 @@ def test_files_follow_each_other_by_name_and_are_read_anew_if_changed(tmp_path: 
     assert len(load_rows(tmp_path, "question", "answer", "any")) == 3
 
 
+def test_rows_of_several_jsonl_files_need_no_columns_in_common(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "p", "id": 1}\n\n')
+    (tmp_path / "b.jsonl").write_text('{"messages": []}\n{"id": "x"}\n')
+    rows = open_rows(tmp_path)
+    assert [rows[index] for index in range(len(rows))] == list(rows.scan(("id",)))
+    assert rows[2] == {"id": "x"}
+    assert (rows.name(0), rows.name(2)) == (f"{tmp_path / 'a.jsonl'}:1", f"{tmp_path / 'b.jsonl'}:2")
+    assert rows.folder == tmp_path
+
+
 def test_dates_of_several_json_files_are_texts(tmp_path: Path):
     for number in range(2):
         write(tmp_path, "jsonl", number, [f"2020-01-0{number + 1}"])
