@@ -27,6 +27,9 @@ FUSED = {
 }
 """Families whose stacked experts vLLM takes as they are, which is faster than one by one."""
 
+IN_MEMORY = {"gemma3", "mistral3"}
+"""Multimodal families whose names in memory are loaded, too, by transformers and vLLM; older checkpoints have others."""
+
 
 def engine_tensors(config: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield a model's weights as vLLM's model loads them: by a checkpoint's names, or stacked. config: of transformers"""
@@ -35,7 +38,7 @@ def engine_tensors(config: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterat
 
 def checkpoint_tensors(config: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield a model's weights as `save_pretrained` writes them, with experts one by one. config: of transformers"""
-    mapping = get_checkpoint_conversion_mapping(config.model_type)
+    mapping = None if config.model_type in IN_MEMORY else get_checkpoint_conversion_mapping(config.model_type)
     # As transformers does for models that it has not loaded: a prefix that no name had would be added
     conversions = [each for each in mapping or () if not isinstance(each, PrefixChange)]
     if not conversions:

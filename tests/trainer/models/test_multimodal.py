@@ -84,8 +84,9 @@ def test_exported_weights_are_those_of_a_whole_checkpoint(family: str, tmp_path:
 
 
 @pytest.mark.parametrize("target", ["all-linear", "q_proj,v_proj"])
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma3"])
 def test_towers_take_no_adapters(family: str, target: str, tmp_path: Path, sequences: list[Tensor]) -> None:
+    # Gemma 3's encoder of images has layers of the same names
     policy = load(tmp_path, family, lora_target=target, lora_rank=4).train()
     trained = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
     assert trained
@@ -94,7 +95,7 @@ def test_towers_take_no_adapters(family: str, target: str, tmp_path: Path, seque
     assert all(parameter.grad is not None for parameter in policy.parameters() if parameter.requires_grad)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl", "gemma3", "mistral3"])
 def test_critics_and_reward_models_are_trained_on_text(family: str, tmp_path: Path, sequences: list[Tensor]) -> None:
     write_multimodal(tmp_path, family, max_position_embeddings=256)
     critic = load_critic(tmp_path, ModelArgs(), seed=0).eval()
@@ -111,7 +112,7 @@ def test_images_are_refused(tmp_path: Path, sequences: list[Tensor]) -> None:
         policy(replace(pack(sequences), images=(PromptImage(start=3, count=4, png=b""),)))
 
 
-@pytest.mark.parametrize("family", ["qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma3"])
 def test_a_reward_model_of_a_multimodal_one(family: str, tmp_path: Path, sequences: list[Tensor]) -> None:
     write_multimodal(tmp_path, family, max_position_embeddings=256)
     reward_model = load_reward_model(tmp_path, ModelArgs(), seed=0).eval()

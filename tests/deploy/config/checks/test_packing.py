@@ -8,7 +8,8 @@ import pytest
 from offbeat.deploy.config.checks.packing import check_packing
 from offbeat.deploy.config.checks.run import check_run, check_settings
 from offbeat.deploy.config.loader import compose_tree, validate_tree
-from tests.families import write_family
+from offbeat.trainer.models.multimodal import TRAINED_ON_TEXT
+from tests.families import write_family, write_multimodal
 from tests.paths import CONFIGS, QUICKSTART
 
 FOLDER = "model_args.model_name_or_path"
@@ -36,6 +37,14 @@ def test_each_role_that_packs_is_checked(key: str, overrides: tuple[str, ...], t
     found = problems(f"{plus}{key}={tmp_path / 'bad'}", *overrides)
     assert list(found) == [key]
     assert "mamba2 has layers of linear_attention" in found[key]
+
+
+@pytest.mark.parametrize("family", TRAINED_ON_TEXT)
+def test_roles_of_multimodal_models_are_trained_on_text(family: str, tmp_path: Path) -> None:
+    write_multimodal(tmp_path, family)
+    keys = ("pretrain", f"reference.{FOLDER}", f"critic.{FOLDER}", f"+teacher.big.{FOLDER}")
+    others = ("use_kl_loss=true", "kl_loss_coef=0.1", "adv_estimator=gae")
+    assert problems(*(f"{key}={tmp_path}" for key in keys), *others) == {}
 
 
 def test_a_reward_model_is_of_an_architecture_with_a_head(tmp_path: Path) -> None:
