@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 END, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = (
@@ -21,19 +22,18 @@ WORDS = (
 )
 
 
-def chat_template() -> str:
-    """Return Qwen2.5's, from the copy in TRL."""
+def chat_template(name: str = "qwen2_5") -> str:
+    """Return a family's, from the copy in TRL."""
     spec = find_spec("trl")
     assert spec is not None
     assert spec.origin is not None
-    return (Path(spec.origin).parent / "chat_templates" / "qwen2_5.jinja").read_text()
+    return (Path(spec.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
 
 
-def write_qwen2(folder: Path, texts: Iterable[str]) -> None:
-    """Write the model's files. texts: what the byte-level BPE is trained on."""
-    import torch
+def write_tokenizer(folder: Path, texts: Iterable[str], template: str = "qwen2_5") -> Any:
+    """Write a tokenizer and return it. texts: what the byte-level BPE is trained on."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -48,8 +48,17 @@ def write_qwen2(folder: Path, texts: Iterable[str]) -> None:
     bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     bpe.add_tokens([AddedToken(token, normalized=False) for token in ADDED])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=STOP, pad_token=END)
-    tokenizer.chat_template = chat_template()
+    tokenizer.chat_template = chat_template(template)
     tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def write_qwen2(folder: Path, texts: Iterable[str]) -> None:
+    """Write the model's files. texts: those of its tokenizer."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = write_tokenizer(folder, texts)
     stop, end = tokenizer.convert_tokens_to_ids([STOP, END])
     torch.manual_seed(0)
     config = Qwen2Config(

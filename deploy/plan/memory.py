@@ -5,7 +5,7 @@ from typing import Any
 from offbeat.deploy.plan.estimate import Estimate
 from offbeat.deploy.plan.outcome import Setup
 from offbeat.deploy.plan.workload import Measures
-from offbeat.services.generation.kv_cache import bytes_per_token, text_config
+from offbeat.services.generation.kv_cache import bytes_per_sequence, bytes_per_token, text_config
 
 BYTES_PER_TOKEN = 8.2
 """Of a trajectory: id and logprob, 4 bytes each, and a bit of mask."""
@@ -30,16 +30,16 @@ def memory_of(
     groups = estimate.playing_groups + estimate.waiting_groups + consumed
     stored = groups * setup.limits.group_size * (BYTES_PER_TOKEN * tokens + BYTES_PER_TRAJECTORY)
     kv_tokens = (1 - estimate.slots_empty) * setup.slots / setup.num_replicas * tokens
-    per_token = kv_bytes_per_token(architecture) if architecture else None
-    kv_gib = None if per_token is None else kv_tokens * per_token / 2**30
+    kv_gib = kv_gib_of(architecture, kv_tokens, kv_tokens / tokens) if architecture else None
     return Memory(stored / 2**20, kv_tokens, kv_gib)
 
 
-def kv_bytes_per_token(architecture: Mapping[str, Any]) -> float | None:
-    """Return the bytes of a token's keys and values, if the configuration is known."""
+def kv_gib_of(architecture: Mapping[str, Any], num_tokens: float, num_sequences: float) -> float | None:
+    """Return the memory of keys, values and recurrent states, if the configuration is known."""
     text = text_config(architecture)
     itemsize = 4 if "32" in str(text.get("dtype") or text.get("torch_dtype") or "") else 2
     try:
-        return bytes_per_token(architecture, itemsize)
+        size = num_tokens * bytes_per_token(architecture, itemsize)
+        return (size + num_sequences * bytes_per_sequence(architecture, itemsize)) / 2**30
     except (KeyError, TypeError):
         return None

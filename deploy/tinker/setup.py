@@ -12,6 +12,7 @@ import msgspec
 from offbeat.deploy.config.checks.hf_infer import check_cache
 from offbeat.deploy.config.checks.model import count_experts, has_vision
 from offbeat.deploy.config.checks.packing import check_packing
+from offbeat.deploy.config.checks.recurrent import check_recurrent
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.sharing import SHARED_UTILIZATION
 from offbeat.deploy.config.vocabulary import collect_words
@@ -139,12 +140,14 @@ def _check_model(config: RunConfig) -> None:
             "take hf_infer"
         )
     if engine != "hf_infer":
+        for issue in check_recurrent(config):
+            raise MeshError(str(issue))
         return
     if infer.device == "cuda":
         raise MeshError("tinker.engine: hf_infer samples on a CPU: take vllm, or set actor_infer.device to cpu")
     architecture = load_architecture(config)
     if problem := architecture_problem(architecture):
-        raise MeshError(f"pretrain: {config.pretrain}: {problem}")
+        raise MeshError(f"pretrain: {config.pretrain}: {problem}: take vllm (tinker.engine)")
     with suppress(KeyError):  # of an unknown architecture, which the engine reports
         for issue in check_cache(config, architecture):
             raise MeshError(str(issue))

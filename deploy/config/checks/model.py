@@ -10,6 +10,7 @@ from offbeat.deploy.config.vocabulary import MissingWordsError
 from offbeat.deploy.run_folder import newest_checkpoint
 from offbeat.deploy.run_setup import POLICY, load_architecture
 from offbeat.services.chat.vision import model_family
+from offbeat.services.generation.kv_cache import RECURRENT, layer_kinds
 from offbeat.services.generation.tenancy import read_architecture
 from offbeat.services.generation.vllm.engine_arguments import engine_argument_names
 from offbeat.trainer.config.aliases import ENGINE
@@ -57,22 +58,26 @@ def check_experts(config: RunConfig) -> Iterator[ConfigIssue]:
     """Yield vLLM on a CPU for a mixture of experts, whose logprobs differ from the trainer's (docs/learner.md)."""
     infer = config.actor_infer
     is_vllm = config.uses_engine and infer.strategy_args.strategy_name == "vllm"
-    if is_vllm and infer.device == "cpu" and (number := count_experts(config)) > 1:
-        yield ConfigIssue(
-            "actor_infer.strategy_args.strategy_name",
-            f"the model has {number} experts, and vLLM's logprobs on a CPU are not the trainer's: take hf_infer",
-            "hf_infer",
-        )
+    if not is_vllm or infer.device != "cpu" or (number := count_experts(config)) < 2:
+        return
+    problem = f"the model has {number} experts, and vLLM's logprobs on a CPU are not the trainer's"
+    if RECURRENT & set(layer_kinds(_read(config.pretrain))):
+        yield ConfigIssue("actor_infer.device", f"{problem}, and hf_infer computes no recurrent layers: take GPUs")
+    else:
+        yield ConfigIssue("actor_infer.strategy_args.strategy_name", f"{problem}: take hf_infer", "hf_infer")
+
+
+def _read(pretrain: str) -> Mapping[str, JsonValue]:
+    """Return a model's `config.json`; empty for the tiny policy, and for an unreadable model, which has its own error."""
+    try:
+        return {} if pretrain == "tiny" else read_architecture(Path(pretrain))
+    except (OSError, ValueError):
+        return {}
 
 
 def count_experts(config: RunConfig) -> int:
-    """Return the policy's number of experts; 0 without, and for an unreadable model, which has its own error."""
-    if config.pretrain == "tiny":
-        return 0
-    try:
-        architecture = read_architecture(Path(config.pretrain))
-    except (OSError, ValueError):
-        return 0
+    """Return the policy's number of experts; 0 without."""
+    architecture = _read(config.pretrain)
     numbers = [_get(architecture, key) for key in EXPERTS_KEYS]
     return max((number for number in numbers if isinstance(number, int)), default=0)
 

@@ -26,6 +26,7 @@ from offbeat.deploy.config.checks.model import (
 )
 from offbeat.deploy.config.checks.packing import check_packing
 from offbeat.deploy.config.checks.prompts import OnStep, check_first_prompts, ignore_step
+from offbeat.deploy.config.checks.recurrent import check_recurrent
 from offbeat.deploy.config.checks.resume import check_resume
 from offbeat.deploy.config.checks.rewards import check_rewards, check_rlvr
 from offbeat.deploy.config.checks.sampling import check_own_arguments, check_sampling
@@ -139,6 +140,7 @@ def _check_architecture(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIs
     """Yield issues of the policy's architecture; the tiny policy's depends on words that the envs' code declares."""
     on_step("custom_envs", "reading the envs' words for the tiny policy")
     yield from check_hf_infer(config)
+    yield from check_recurrent(config)
     yield from check_resumed_model(config)
     yield from check_model_split(config)
     yield from check_megatron(config)

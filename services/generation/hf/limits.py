@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from offbeat.services.generation.kv_cache import text_config
+from offbeat.services.generation.kv_cache import layer_kinds, text_config
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def architecture_problem(architecture: Mapping[str, Any]) -> str | None:
     text = text_config(architecture)
-    kinds = set(text.get("layer_types") or ()) - ATTENTION_LAYERS
+    kinds = set(layer_kinds(architecture)) - ATTENTION_LAYERS
     if kinds:
         return f"it has layers of {', '.join(sorted(kinds))}, and hf_infer keeps keys and values alone"
     if text.get("attn_logit_softcapping") is not None:

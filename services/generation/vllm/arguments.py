@@ -61,7 +61,9 @@ def engine_arguments(config: GenerationConfig, model: Path, sequence_length: int
         # In a placement group vLLM would take Ray's executor
         "distributed_executor_backend": "uni" if config.engine.world_size == 1 else "mp",
     }
-    if model_family(model) is not None:
+    if model_family(model) is None:
+        arguments |= {"language_model_only": True}  # of a multimodal model, which then has no other weights
+    else:
         # pixels come normalised: vLLM would do it again for a folder that names a mean, as those of real models do
         arguments |= {"skip_mm_profiling": True, "mm_processor_cache_gb": 0, "mm_device_do_normalize": False}
     if config.engine.max_lora_rank is not None:

@@ -17,8 +17,9 @@ from offbeat.services.errors import GenerationError, RetryableError, RolloutErro
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.engine import LoadTimes, SessionCounts
 from offbeat.services.generation.vllm.arguments import engine_arguments, engine_environment, extension_arguments
-from offbeat.services.generation.vllm.sessions import AbortedError, Sessions, SessionTurn
+from offbeat.services.generation.vllm.sessions import KEYS_ALONE, AbortedError, CacheGroups, Sessions, SessionTurn
 from offbeat.services.generation.vllm.update_request import TAKE_ADAPTER, is_whole, update_request_of
+from offbeat.services.generation.vllm.without_torchvision import register_model
 from offbeat.services.messages.types import (
     Completion,
     FinishReason,
@@ -46,10 +47,11 @@ class VllmEngine:
         salt: str = "",
         image_prompts: Any = None,
         sessions: Sessions | None = None,
+        groups: CacheGroups = KEYS_ALONE,
     ) -> None:
         """image_prompts: `vision.PromptMaker`, if the model reads images. sessions: those of all that share `llm`."""
         self.llm = llm
-        self.sessions = sessions or Sessions(llm, config.engine.max_num_seqs)
+        self.sessions = sessions or Sessions(llm, config.engine.max_num_seqs, groups)
         self._config = config
         self._image_prompts = image_prompts
         self._max_length: int = llm.model_config.max_model_len
@@ -57,10 +59,11 @@ class VllmEngine:
         self._salt = salt
         self.vocab_size: int = llm.model_config.get_vocab_size()
         self._salted = config.engine.enable_prefix_caching and config.on_weight_update == "keep"
-        self._has_sessions = config.keeps_sessions
         self._recompute = config.on_weight_update == "recompute"
         # By asynchronous scheduling or pipeline stages: the engine then answers while steps are in flight
         self._steps_ahead = llm.vllm_config.max_concurrent_batches > 1
+        # A step ahead also reads the token that ended a turn, and a recurrent layer's state can't take it back
+        self._has_sessions = config.keeps_sessions and not (self._steps_ahead and self.sessions.groups.num_state_blocks)
         self._adapter: Any = None
         self._stage_s: float | None = None
         self._pausing: asyncio.Task[None] | None = None
@@ -81,6 +84,7 @@ class VllmEngine:
 
         arguments = extension_arguments(config) | engine_arguments(config, model, sequence_length, seed)
         arguments["weight_transfer_config"] = WeightTransferConfig(backend=BACKENDS[transport])
+        register_model(model)
         image_prompts = None
         if model_family(model) is not None:
             from offbeat.services.generation.vllm import vision
@@ -94,10 +98,10 @@ class VllmEngine:
             if (cause := printed.last_error()) is None:
                 raise
             raise GenerationError(f"vLLM did not start: {cause}") from error
-        await llm.collective_rpc("die_with_parent")
+        groups = CacheGroups(*(await llm.collective_rpc("prepare"))[0])
         if config.engine.max_lora_rank is not None:
             await llm.collective_rpc("prepare_adapters")
-        engine = cls(llm, config, image_prompts=image_prompts)
+        engine = cls(llm, config, image_prompts=image_prompts, groups=groups)
         await engine.warm_up()
         return engine
 

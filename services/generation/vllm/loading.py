@@ -5,7 +5,7 @@ them.
 """
 
 # pyright: basic
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -72,19 +72,28 @@ def compare(model: Any, file: TensorFile) -> Iterator[None]:
                 continue  # goes by another name in the file; that it was loaded is checked
             if absent:
                 raise LoadError(f"{absent[0]} is not in the file")
-            if not _agrees(module, parameter, [file.get_tensor(names[name]) for name in sources]):
+            if not _agrees(module, _unpacked(module, parameter), [file.get_tensor(names[name]) for name in sources]):
                 raise LoadError(f"{path}.{kind} differs from the file after loading")
             yield
 
 
+def _unpacked(module: Any, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a parameter as it was loaded: of a convolution that the CPU packs, vLLM keeps [channels, width]."""
+    kept = getattr(module, "_cpu_unpacked_conv_weight", None)
+    return parameter if kept is None else kept[:, None]
+
+
 def _names_here(model: Any, file: TensorFile) -> dict[str, str]:
     """Return unfused names -> the file's."""
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    if mapper is None:
-        return {name: name for name in file.names()}
-    moved = replace(mapper, orig_to_new_stacked={})
-    names = {moved.map_name(name): name for name in file.names()}
+    rename = renamer(model)
+    names = {rename(name): name for name in file.names()}
     return {here: name for here, name in names.items() if here is not None}
+
+
+def renamer(model: Any) -> Callable[[str], str | None]:
+    """Return the function from a checkpoint's name to the model's, unfused; None of what the model leaves out."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    return str if mapper is None else replace(mapper, orig_to_new_stacked={}).map_name
 
 
 def fused_names(model: Any) -> dict[str, list[str]]:

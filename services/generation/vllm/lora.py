@@ -16,7 +16,7 @@ from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA, LoRAMap
 from vllm.lora.request import LoRARequest
 
 from offbeat.services.generation.tensor_file import TensorFile
-from offbeat.services.generation.vllm.loading import TOLERANCE, LoadError, fused_names
+from offbeat.services.generation.vllm.loading import TOLERANCE, LoadError, fused_names, renamer
 
 NAME, NUMBER = "policy", 1
 SETTINGS, ADAPTER, BASE = "adapter_config.json", "adapter_model.safetensors", "model.safetensors"
@@ -104,7 +104,7 @@ def take_adapter(runner: Any, folder: Path, name: str = NAME, number: int = NUMB
         workers.add_adapter(LoRARequest(name, number, str(folder), load_inplace=True))
         slot = manager.lora_index_to_id.index(number)
         with TensorFile(folder / ADAPTER) as file:
-            _compare(manager.modules, slot, fused_names(runner.get_model()), file, _scaling(folder))
+            _compare(manager.modules, slot, runner.get_model(), file, _scaling(folder))
     except Exception:
         if manager.get_adapter(number) is not earlier:
             workers.remove_adapter(number)  # else it would take a slot, on a CPU even that of requests without adapter
@@ -128,25 +128,35 @@ def _scaling(folder: Path) -> float:
     return settings["lora_alpha"] / settings["r"]
 
 
-def _compare(layers: dict[str, Any], slot: int, fused: dict[str, list[str]], file: TensorFile, scaling: float) -> None:
+def _compare(layers: dict[str, Any], slot: int, model: Any, file: TensorFile, scaling: float) -> None:
+    fused, rename = fused_names(model), renamer(model)
     places = {part: (whole, number) for whole, parts in fused.items() for number, part in enumerate(parts)}
     named: set[tuple[str, int]] = set()
     for key, wanted in file.items():
         path, kind, _ = key.removeprefix(PREFIX).rsplit(".", 2)
-        parent, _, leaf = path.rpartition(".")
+        parent, _, leaf = (rename(path) or path).rpartition(".")
         whole, number = places.get(leaf, (leaf, 0))
         owner = f"{parent}.{whole}" if parent else whole
         if owner not in layers:
             raise LoadError(f"{path} takes no adapter here")
-        named.add((owner, number))
         up = kind == "lora_B"
-        held = _stacked(layers[owner], up=up)[number][slot, 0]
-        if not _agrees(held, wanted.float() * (scaling if up else 1.0)):
+        stacked = _stacked(layers[owner], up=up)
+        slices = _slices_of(number, len(fused.get(whole, [leaf])), len(stacked))
+        named.update((owner, each) for each in slices)
+        held = [stacked[each][slot, 0] for each in slices]
+        expected = wanted.float() * (scaling if up else 1.0)
+        if not all(_agrees(each, expected) for each in ([torch.cat(held)] if up else held)):
             raise LoadError(f"{path}.{kind} differs from the file after loading")
     for owner, layer in layers.items():
         for number, up in enumerate(_stacked(layer, up=True)):
             if (owner, number) not in named and bool(up[slot].any()):
                 raise LoadError(f"{owner} holds an adapter that is not in the file")
+
+
+def _slices_of(number: int, num_parts: int, num_slices: int) -> range:
+    """Return the slices of a fused layer's part; the first has those that are left, as queries, keys and values have."""
+    first = num_slices - num_parts
+    return range(first + number, first + number + 1) if number else range(first + 1)
 
 
 def _stacked(layer: Any, *, up: bool) -> Sequence[torch.Tensor]:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from offbeat.services.generation.config import Dtype, EngineModelArgs, GenerationConfig
 from offbeat.services.generation.vllm.arguments import engine_arguments, engine_environment
+from offbeat.services.generation.vllm.without_torchvision import register_model
 
 
 class TopLogprobs(NamedTuple):
@@ -33,6 +34,7 @@ class PromptLogprobs:
         logging.getLogger("vllm").setLevel(logging.WARNING)
         from vllm import LLM, SamplingParams
 
+        register_model(folder)
         arguments = engine_arguments(config, folder, max_tokens, 0)
         arguments |= {
             "load_format": "auto",

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, VersionSpan
 
@@ -20,9 +20,21 @@ class AbortedError(Exception):
     """The engine aborted a request."""
 
 
+class CacheGroups(NamedTuple):
+    """Groups of layers that take blocks of their own for a sequence, from the same memory."""
+
+    growing: int = 1
+    """Those that take a block per `block_size` tokens."""
+    num_state_blocks: int = 0
+    """Blocks of recurrent layers' states, whatever the sequence's length."""
+
+
+KEYS_ALONE = CacheGroups()
+
+
 @dataclass
 class Capacity:
-    """Requests and tokens that the engine holds, and those that it can hold."""
+    """Requests and tokens that the engine holds, and those that it can hold; all of a block's count."""
 
     max_requests: int
     max_tokens: int
@@ -116,11 +128,12 @@ class EngineSession:
 class Sessions:
     """Waiting sessions of an engine."""
 
-    def __init__(self, llm: Any, max_num_seqs: int) -> None:
+    def __init__(self, llm: Any, max_num_seqs: int, groups: CacheGroups = KEYS_ALONE) -> None:
         cache = llm.vllm_config.cache_config
         self._llm = llm
         self._block_size: int = cache.block_size
-        self.capacity = Capacity(max_num_seqs, cache.num_gpu_blocks * cache.block_size)
+        self.groups = groups
+        self.capacity = Capacity(max_num_seqs, (cache.num_gpu_blocks - 1) * cache.block_size)  # the first is vLLM's
         self._waiting: OrderedDict[str, EngineSession] = OrderedDict()
         """By episode, the least recently used first."""
         self._is_open = True
@@ -186,4 +199,5 @@ class Sessions:
         return self._whole_blocks(len(request.prompt) + request.sampling.max_new_tokens)
 
     def _whole_blocks(self, tokens: int) -> int:
-        return -(-tokens // self._block_size) * self._block_size
+        blocks = -(-tokens // self._block_size) * self.groups.growing + self.groups.num_state_blocks
+        return blocks * self._block_size

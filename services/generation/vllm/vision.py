@@ -4,19 +4,16 @@ Invariant: vision tower outputs of one version are never reused under another.
 """
 
 # pyright: basic
-import importlib.util
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl
 
-if importlib.util.find_spec("torchvision") is None:
-    # vLLM's module wants one function of a module that can't be imported without torchvision; this one has it too.
-    _needs_torchvision = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
-    sys.modules.setdefault(_needs_torchvision, image_processing_pil_qwen2_vl)
+from offbeat.services.generation.vllm.without_torchvision import is_torchvision_missing, replace_image_processing
+
+if is_torchvision_missing():
+    replace_image_processing()
 
 from vllm import ModelRegistry
 from vllm.inputs.engine import MultiModalInput, mm_input

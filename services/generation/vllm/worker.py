@@ -19,11 +19,12 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.worker.gpu_worker import Worker
 
 from offbeat.services.generation.checkpoint_names import engine_tensors
 from offbeat.services.generation.tensor_file import TensorFile
-from offbeat.services.generation.vllm import cpu_kernels
+from offbeat.services.generation.vllm import cpu_kernels, gated_delta
 from offbeat.services.generation.vllm.loading import compare, finish_reload
 from offbeat.services.generation.vllm.lora import (
     BASE,
@@ -33,6 +34,7 @@ from offbeat.services.generation.vllm.lora import (
 )
 from offbeat.services.generation.vllm.sleeping import tolerate_memory_growth
 from offbeat.services.generation.vllm.staging import Staging, can_stage
+from offbeat.services.generation.vllm.without_torchvision import register_lazily
 from offbeat.services.process import die_with_parent
 
 
@@ -132,9 +134,14 @@ class WorkerExtension:
         with unwrap(self.model_runner.get_model()):
             self.take_weights({"path": path})
 
-    def die_with_parent(self) -> None:
-        """Make the kernel kill this process with its replica."""
+    def prepare(self) -> tuple[int, int]:
+        """Make the kernel kill this process with its replica, and repair vLLM's operations; return `CacheGroups`."""
         die_with_parent()
+        gated_delta.repair()
+        specs = [group.kv_cache_spec for group in self.model_runner.kv_cache_config.kv_cache_groups]
+        states = [spec for spec in specs if isinstance(spec, MambaSpec)]
+        num_blocks = sum(spec.max_memory_usage_bytes(self.vllm_config) // spec.page_size_bytes for spec in states)
+        return len(specs) - len(states), num_blocks
 
 
 # vLLM's attention in bfloat16 uses AMX where the CPU has it, and does not ask Linux for it, which kills who uses it unasked
@@ -148,6 +155,7 @@ for _architecture, _class in (
     ("Qwen2_5_VLForConditionalGeneration", "Qwen25VL"),
 ):
     ModelRegistry.register_model(_architecture, f"offbeat.services.generation.vllm.vision:{_class}")
+register_lazily()
 Worker.sleep = tolerate_memory_growth(Worker.sleep)
 cpu_kernels.register()
 # vLLM collects garbage three times while it starts, and would walk all that was imported each time

@@ -1,4 +1,4 @@
-"""Qwen2.5's configurations: what the model reads, how its answers end, and whether they can win."""
+"""Qwen's configurations: what the model reads, how its answers end, and whether they can win."""
 
 import shlex
 from pathlib import Path
@@ -17,9 +17,9 @@ from offbeat.services.chat.tokenizer import load_tokenizer
 from tests.paths import CONFIGS
 from tests.qwen2 import END, STOP, write_qwen2
 
-QWEN = sorted((CONFIGS / "qwen2.5-0.5b").glob("*.yaml"))
+QWEN = [path for folder in ("qwen2.5-0.5b", "qwen3.5") for path in sorted((CONFIGS / folder).glob("*.yaml"))]
 ONE_GPU = ("actor_infer.device=cuda", "actor_train.device=cuda")
-each_config = pytest.mark.parametrize("path", QWEN, ids=lambda path: path.stem)
+each_config = pytest.mark.parametrize("path", QWEN, ids=lambda path: f"{path.parent.name}/{path.stem}")
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from offbeat.deploy.config.loader import read_run
 from offbeat.deploy.plan.changes import single_changes
 from offbeat.deploy.plan.estimate import Effort, estimate
 from offbeat.deploy.plan.machine import Machine, PartSizes, divisions
-from offbeat.deploy.plan.memory import kv_bytes_per_token, memory_of
+from offbeat.deploy.plan.memory import kv_gib_of, memory_of
 from offbeat.deploy.plan.plan import make_plan, setup_of
 from tests.deploy.plan.settings import measures_of, setup_with
 from tests.paths import CONFIGS, QUICKSTART
@@ -225,6 +225,9 @@ def test_learner_processes_train_faster_on_more_gpus():
 
 def test_keys_and_values_take_what_the_architecture_says():
     tree = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
-    assert kv_bytes_per_token({**tree, "dtype": "bfloat16"}) == 2 * 30 * 3 * 64 * 2
-    assert kv_bytes_per_token({**tree, "torch_dtype": "float32"}) == 2 * 30 * 3 * 64 * 4
-    assert kv_bytes_per_token({"model_type": "rwkv"}) is None
+    assert kv_gib_of({**tree, "dtype": "bfloat16"}, 2**30, 5) == 2 * 30 * 3 * 64 * 2
+    assert kv_gib_of({**tree, "torch_dtype": "float32"}, 2**30, 5) == 2 * 30 * 3 * 64 * 4
+    assert kv_gib_of({"model_type": "rwkv"}, 2**30, 5) is None
+    recurrent = {**tree, "layer_types": ["conv", "conv", "full_attention"] * 10, "conv_L_cache": 3}
+    assert kv_gib_of(recurrent, 2**30, 0) == 2 * 10 * 3 * 64 * 2
+    assert kv_gib_of(recurrent, 0, 2**30) == 20 * 3 * 576 * 2

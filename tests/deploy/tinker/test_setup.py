@@ -91,10 +91,18 @@ def test_a_model_that_adapters_or_the_engine_cannot_serve_is_refused(
 
 
 def test_a_base_that_can_not_be_packed_is_refused(tmp_path: Path) -> None:
-    write_family(tmp_path / "model", "qwen3_next")
-    with pytest.raises(MeshError, match=r"pretrain: .*model: qwen3_next has layers of linear_attention"):
+    write_family(tmp_path / "model", "bloom")
+    with pytest.raises(MeshError, match=r"pretrain: .*model"):
         prepare(tmp_path, f"pretrain={tmp_path / 'model'}")
     assert not (tmp_path / "run").exists()
+
+
+def test_recurrent_layers_need_vllm_and_on_a_cpu_bfloat16(tmp_path: Path) -> None:
+    write_family(tmp_path / "model", "qwen3_5_text", linear_key_head_dim=64, linear_value_head_dim=64)
+    with pytest.raises(MeshError, match=r"pretrain: .*layers of linear_attention.*take vllm \(tinker.engine\)"):
+        prepare(tmp_path, f"pretrain={tmp_path / 'model'}")
+    with pytest.raises(MeshError, match=r"actor_infer.model_args.dtype: .*in bfloat16 alone"):
+        prepare(tmp_path, f"pretrain={tmp_path / 'model'}", "tinker.engine=vllm")
 
 
 @pytest.mark.parametrize(

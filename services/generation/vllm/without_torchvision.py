@@ -1,0 +1,55 @@
+"""vLLM's models whose modules need torchvision for images, on text where it is missing.
+
+Invariant: where torchvision is installed, vLLM's own registry stands.
+"""
+
+# pyright: basic
+import json
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+REPLACED = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
+MODULES = {
+    "Qwen3_5ForCausalLM": "qwen3_5",
+    "Qwen3_5MoeForCausalLM": "qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
+}
+"""vLLM's modules, by architecture."""
+
+
+def is_torchvision_missing() -> bool:
+    return find_spec("torchvision") is None
+
+
+def replace_image_processing() -> None:
+    """Give vLLM's modules the function that they import from a module which can't be imported without torchvision."""
+    sys.modules.setdefault(REPLACED, import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"))
+
+
+def __getattr__(name: str) -> Any:
+    """Import a model by its architecture, as vLLM's registry does where one is first needed."""
+    if name not in MODULES:
+        raise AttributeError(name)
+    if is_torchvision_missing():
+        replace_image_processing()
+    return getattr(import_module(f"vllm.model_executor.models.{MODULES[name]}"), name)
+
+
+def register_lazily() -> None:
+    """Tell a worker of the models, whose configuration was read in another process."""
+    if is_torchvision_missing():
+        for name in MODULES:
+            import_module("vllm").ModelRegistry.register_model(name, f"{__name__}:{name}")
+
+
+def register_model(folder: Path) -> None:
+    """Import a folder's model, if it is one of these: vLLM would do so in a process without the replacement."""
+    for name in json.loads((folder / "config.json").read_text()).get("architectures") or ():
+        if name in MODULES and is_torchvision_missing():
+            import_module("vllm").ModelRegistry.register_model(name, __getattr__(name))
