@@ -66,6 +66,7 @@ class DatasetHub(Hub):
     export: Path
     token = ""
     """Who asks without it is refused the files."""
+    refusal = 403
     status = 200
     """Of what is said about the dataset."""
     requested: ClassVar[list[str]] = []
@@ -105,7 +106,7 @@ class DatasetHub(Hub):
             if found is None or name == files or not (found[1] / name).is_file():
                 continue
             if self.token and self.headers["Authorization"] != f"Bearer {self.token}" and name != "README.md":
-                self._send(b"{}", body, "application/json", 403, "GatedRepo")
+                self._send(b"{}", body, "application/json", self.refusal, "GatedRepo")
             else:
                 self._send((found[1] / name).read_bytes(), body, "application/octet-stream")
             return

@@ -198,11 +198,12 @@ def test_what_the_hub_does_not_have_is_named(resolve: Callable[[str, str], str],
         resolve(name, "train")
 
 
-@pytest.mark.parametrize("resolve", [download, find])
+@pytest.mark.parametrize(("resolve", "status"), [(download, 403), (find, 403), (find, 401)])
 def test_terms_that_were_not_accepted_are_named(
-    hub: type[DatasetHub], monkeypatch: pytest.MonkeyPatch, resolve: Callable[[str, str], str]
+    hub: type[DatasetHub], monkeypatch: pytest.MonkeyPatch, resolve: Callable[[str, str], str], status: int
 ):
     monkeypatch.setattr(hub, "token", "hf_right")
+    monkeypatch.setattr(hub, "refusal", status)
     with pytest.raises(HubError, match="asks for its license to be accepted: accept it on the hub, and set HF_TOKEN"):
         resolve(f"{DATASET}:main/test", "train")
     monkeypatch.setenv("HF_TOKEN", "hf_right")
