@@ -38,10 +38,20 @@ class PlayTarget:
 
 
 def load_config(path: Path, overrides: list[str] | None = None, *, needs_env: bool = True) -> RunConfig:
-    """Load a configuration, without checks of resources; raises `ConfigError` with all issues."""
+    """Load a configuration and download its datasets, without checks of resources.
+
+    Raises:
+        ConfigError: with all issues.
+    """
+    from offbeat.deploy.config.hub_datasets import download, resolve_datasets
     from offbeat.deploy.config.loader import compose_saved, validate_tree
 
-    config = validate_tree(compose_saved(path, overrides or []), source=str(path))
+    tree = compose_saved(path, overrides or [])
+    config = validate_tree(tree, source=str(path))
+    resolved, problems = resolve_datasets(tree, download)
+    if problems:
+        raise ConfigError(problems, str(path))
+    config = config if resolved == tree else validate_tree(resolved, source=str(path))
     problems = [
         ConfigIssue(f"custom_envs.{tag}", message)
         for tag, env in config.custom_envs.items()

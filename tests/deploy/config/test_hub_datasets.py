@@ -16,8 +16,10 @@ import yaml
 from huggingface_hub import constants
 
 from offbeat.deploy.cli.env import load_settings
+from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.hub import HubError
 from offbeat.deploy.config.hub_datasets import download, find, is_dataset_id, missing_datasets, resolve_datasets
+from offbeat.deploy.play.target import load_config
 from offbeat.envs.dataset.files import open_rows
 from tests.dataset_repository import sums, to_lines, write_export, write_repository
 from tests.hub import DATASET, EXPORT_SHA, SHA, DatasetHub
@@ -249,6 +251,16 @@ def test_settings_of_an_env_on_the_command_line_name_datasets_of_the_hub(capsys:
     with pytest.raises(typer.Exit):
         load_settings("math", [f"dataset_name={DATASET}:main/dev"])
     assert "dataset_name: tiny/sums: config main has no split 'dev'" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("hub")
+def test_play_and_rollout_read_a_dataset_by_its_id(tmp_path: Path):
+    env = {"env_type": "math", "env_config": {"dataset_name": f"{DATASET}:main"}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"custom_envs": {"Sums": env}}))
+    config = load_config(tmp_path / "run.yaml")
+    assert config.custom_envs["Sums"].env_config["dataset_name"].endswith(f"/{SHA}/main/train")
+    with pytest.raises(ConfigError, match="no split 'dev'"):
+        load_config(tmp_path / "run.yaml", [f"custom_envs.Sums.env_config.dataset_name='{DATASET}:main/dev'"])
 
 
 def test_a_file_or_folder_goes_before_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
