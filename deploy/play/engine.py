@@ -18,6 +18,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Literal
 
+from pydantic import ValidationError
+
 from offbeat.deploy.config.devices import GPU_ENGINES, count_gpus, is_installed
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.doctor.libraries import INSTALL
@@ -142,6 +144,8 @@ def _stated_failures(name: str, printed: IO[bytes]) -> Iterator[None]:
         raise GenerationError(f"--engine {name}: {error}: {INSTALL}") from error
     except GenerationError as error:
         raise GenerationError(f"--engine {name}: {error}") from error
+    except ValidationError as error:
+        raise GenerationError(f"--engine {name}: it did not start: {error.errors()[0]['msg']}") from error
     except (RuntimeError, ValueError, OSError) as error:
         _show(printed)
         raise GenerationError(f"--engine {name}: it did not start: {error}") from error

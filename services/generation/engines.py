@@ -5,6 +5,8 @@ Each imports libraries that take seconds, and that the others do not need.
 
 from pathlib import Path
 
+from offbeat.services.chat.vision import model_family
+from offbeat.services.errors import GenerationError
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.engine import PolicyEngine, TenantEngine
 from offbeat.services.process import uncollected_imports
@@ -37,9 +39,15 @@ async def start_engine(
 async def start_serving(
     config: GenerationConfig, model: Path, version: int, *, sequence_length: int, seed: int
 ) -> PolicyEngine:
-    """Start an engine that serves the weights of folder `model`, as `version`, and no others."""
+    """Start an engine that serves the weights of folder `model`, as `version`, and no others.
+
+    Raises:
+        GenerationError: it does not serve such a model, or does not start.
+    """
     config = serving_config(config, version)
     if config.strategy_args.strategy_name == "hf_infer":
+        if model_family(model) is not None:
+            raise GenerationError("the policy has image input, and hf_infer reads none: take vllm")
         with uncollected_imports():
             from offbeat.services.generation.hf.engine import HfEngine
 
