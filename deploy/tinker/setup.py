@@ -25,6 +25,7 @@ from offbeat.services.errors import MeshError
 from offbeat.services.generation.config import EngineModelArgs
 from offbeat.services.generation.hf.limits import architecture_problem
 from offbeat.services.tinker.owners import read_keys
+from offbeat.trainer.models.recurrent_layers import RECURRENT_LAYERS
 from offbeat.trainer.tinker.base_model import claim_folder, weights_file
 from offbeat.trainer.tinker.process import LearnerSettings
 
@@ -121,6 +122,12 @@ def _check_folder(config: RunConfig, root: Path) -> None:
         )
 
 
+def _is_recurrent(config: RunConfig) -> bool:
+    architecture = load_architecture(config)
+    text = architecture.get("text_config", architecture)
+    return isinstance(text, dict) and text.get("model_type") in RECURRENT_LAYERS
+
+
 def _check_model(config: RunConfig) -> None:
     """Raise MeshError with the key if adapters, or the engine, do not support the base model."""
     infer = config.actor_infer
@@ -134,10 +141,14 @@ def _check_model(config: RunConfig) -> None:
             f"tinker.shared_pass_tokens: the base model has {experts} experts, which mix tokens of several models in their "
             "sums, so that a pass is not repeated to the bit: leave it out"
         )
+    if config.tinker.shared_pass_tokens and _is_recurrent(config):
+        raise MeshError(
+            "tinker.shared_pass_tokens: the base model has recurrent layers, which compute tokens in another order than "
+            "that of a pass that models share: leave it out"
+        )
     if experts > 1 and engine == "vllm" and infer.device == "cpu":
         raise MeshError(
-            f"tinker.engine: the base model has {experts} experts, and vLLM's logprobs on a CPU are not the learner's: "
-            "take hf_infer"
+            f"tinker.engine: the base model has {experts} experts, whose adapters vLLM serves on GPUs alone: take hf_infer"
         )
     if engine != "hf_infer":
         for issue in check_recurrent(config):

@@ -1,4 +1,5 @@
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.models.lora import named_weights
 from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.tinker.base_model import MARKER, WITHOUT_BUFFERS, export_base, load_base, weights_file
-from tests.families import write_family
+from tests.families import write_family, write_multimodal
 from tests.integration.policy_weights import random_policy
 
 
@@ -97,6 +98,13 @@ def test_a_base_that_can_not_be_packed_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("write", "family"), [(write_family, "lfm2"), (write_multimodal, "qwen3_5")])
+def test_recurrent_layers_share_no_pass(write: Callable[[Path, str], None], family: str, tmp_path: Path) -> None:
+    write(tmp_path / "model", family)
+    with pytest.raises(MeshError, match=r"tinker.shared_pass_tokens: .*recurrent layers"):
+        prepare(tmp_path, f"pretrain={tmp_path / 'model'}", "tinker.shared_pass_tokens=256")
+
+
 def test_recurrent_layers_need_vllm_and_on_a_cpu_bfloat16(tmp_path: Path) -> None:
     write_family(tmp_path / "model", "qwen3_5_text", linear_key_head_dim=64, linear_value_head_dim=64)
     with pytest.raises(MeshError, match=r"pretrain: .*layers of linear_attention.*take vllm \(tinker.engine\)"):
@@ -108,7 +116,7 @@ def test_recurrent_layers_need_vllm_and_on_a_cpu_bfloat16(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("tinker.engine=vllm", "tinker.engine: the base model has 4 experts, and vLLM's logprobs on a CPU are not the"),
+        ("tinker.engine=vllm", "tinker.engine: the base model has 4 experts, whose adapters vLLM serves on GPUs"),
         (
             "tinker.shared_pass_tokens=64",
             "tinker.shared_pass_tokens: the base model has 4 experts, which mix tokens of",
