@@ -55,9 +55,9 @@ def fixed_batch(micro_batches: int = 3, lengths: Sequence[int] = LENGTHS) -> lis
 
 
 def engine_of(name: str, model: Path, ranks: Ranks) -> TrainEngine[Any]:
-    """name: a ZeRO stage, or `fsdp2`; with `-head`, of a policy with a value head; with `-half`, in float16; with `-bf16`,
-    in bfloat16; with `-lora`, of adapters; with `-checkpointing`, activations recomputed; with `-ragged`, likewise, on
-    `RAGGED`, with `-lora-ragged`, of adapters."""
+    """name: a ZeRO stage, `fsdp2`, or `tp` or `pp`, over all ranks; with `-head`, of a policy with a value head; with
+    `-half`, in float16; with `-bf16`, in bfloat16; with `-lora`, of adapters; with `-checkpointing`, activations
+    recomputed; with `-ragged`, likewise, on `RAGGED`, with `-lora-ragged`, of adapters."""
     kind, _, variant = name.partition("-")
     args = ModelArgs(
         dtype=DTYPES.get(variant, "float32"),
@@ -67,6 +67,8 @@ def engine_of(name: str, model: Path, ranks: Ranks) -> TrainEngine[Any]:
     policy = load_policy(model, args, seed=1, value_head=variant == "head")
     if kind == "fsdp2":
         return FSDP2Engine(policy, SMOOTH, ranks)
+    if kind in ("tp", "pp"):
+        return FSDP2Engine(policy, SMOOTH, ranks, **{f"{kind}_size": ranks.world_size})
     settings = SHARDED if name.startswith("3-") and name.endswith(("lora", "ragged")) else {}
     strategy = StrategyArgs.model_validate({"zero_stage": int(kind), "strategy_config": settings})
     return DeepSpeedEngine(policy, SMOOTH, strategy, ranks)

@@ -91,6 +91,7 @@ def test_recurrent_layers_learn_the_same_on_ranks_with_other_lengths(
     """Ranks pad their sequences to unequally many lengths at a time; the encoder of images is frozen."""
     write(tmp_path / "model", family)
     names = [f"{engine}-{variant}" for engine in ("0", "3", "fsdp2") for variant in ("ragged", "lora-ragged")]
+    names += ["tp-ragged", "pp-ragged"] if family == "qwen3_5_text" else []
     for world in (1, 2):
         run_ranks(tmp_path / "model", tmp_path, names, world)
     for name in names:
