@@ -1,4 +1,4 @@
-"""Plans that can't be followed are refused. Models that are split: tests/integration/test_layouts.py, test_learner_engine.py."""
+"""Plans that can't be followed are refused. Splits: tests/integration/test_layouts.py and test_learner_engine.py."""
 
 from pathlib import Path
 
