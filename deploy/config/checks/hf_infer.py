@@ -28,7 +28,8 @@ def check_hf_infer(config: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue("actor_infer.device", "hf_infer computes on a CPU: take cpu, or vllm on GPUs")
     if has_vision(config):
         yield ConfigIssue(NAME, "the policy has image input, and hf_infer reads none: take vllm")
-    yield from _check_model(config)
+    else:
+        yield from _check_model(config)
 
 
 def _check_model(config: RunConfig) -> Iterator[ConfigIssue]:

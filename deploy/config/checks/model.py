@@ -10,7 +10,6 @@ from offbeat.deploy.config.vocabulary import MissingWordsError
 from offbeat.deploy.run_folder import newest_checkpoint
 from offbeat.deploy.run_setup import POLICY, load_architecture
 from offbeat.services.chat.vision import model_family
-from offbeat.services.generation.kv_cache import RECURRENT, layer_kinds
 from offbeat.services.generation.tenancy import read_architecture
 from offbeat.services.generation.vllm.engine_arguments import engine_argument_names
 from offbeat.trainer.config.aliases import ENGINE
@@ -55,16 +54,16 @@ def check_engine_arguments(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def check_experts(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield vLLM on a CPU for a mixture of experts, whose logprobs differ from the trainer's (docs/learner.md)."""
+    """Yield adapters of a mixture of experts that vLLM would serve on a CPU."""
     infer = config.actor_infer
     is_vllm = config.uses_engine and infer.strategy_args.strategy_name == "vllm"
-    if not is_vllm or infer.device != "cpu" or (number := count_experts(config)) < 2:
+    if not is_vllm or infer.device != "cpu" or infer.engine.max_lora_rank is None:
         return
-    problem = f"the model has {number} experts, and vLLM's logprobs on a CPU are not the trainer's"
-    if RECURRENT & set(layer_kinds(_read(config.pretrain))):
-        yield ConfigIssue("actor_infer.device", f"{problem}, and hf_infer computes no recurrent layers: take GPUs")
-    else:
-        yield ConfigIssue("actor_infer.strategy_args.strategy_name", f"{problem}: take hf_infer", "hf_infer")
+    if (number := count_experts(config)) > 1:
+        yield ConfigIssue(
+            f"{ENGINE}.max_lora_rank",
+            f"the model has {number} experts, whose adapters vLLM serves on GPUs alone: leave max_lora_rank out",
+        )
 
 
 def _read(pretrain: str) -> Mapping[str, JsonValue]:

@@ -10,6 +10,8 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 
 def architecture_problem(architecture: Mapping[str, Any]) -> str | None:
     text = text_config(architecture)
+    if "vision_config" in architecture:
+        return "it is multimodal, and hf_infer computes text models alone"
     kinds = set(layer_kinds(architecture)) - ATTENTION_LAYERS
     if kinds:
         return f"it has layers of {', '.join(sorted(kinds))}, and hf_infer keeps keys and values alone"

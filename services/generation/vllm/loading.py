@@ -32,10 +32,16 @@ def finish_reload(model: Any, model_config: Any, expected: set[str], loaded: set
         LoadError: a parameter got none.
     """
     finalize_layerwise_reload(model, model_config)
-    tied = _repack_tied_head(model) if model_config.hf_text_config.tie_word_embeddings else set[str]()
+    tied = _repack_tied_head(model) if _is_tied(model_config) else set[str]()
     missing = expected - loaded - tied
     if missing:
         raise LoadError(f"{len(missing)} parameters are not in this version, {sorted(missing)[0]} for one")
+
+
+def _is_tied(model_config: Any) -> bool:
+    """Return whether the output layer has the embeddings' weights, by whichever of a multimodal model's settings says so."""
+    configs = (model_config.hf_text_config, model_config.hf_config)
+    return next((each.tie_word_embeddings for each in configs if hasattr(each, "tie_word_embeddings")), False)
 
 
 def _repack_tied_head(model: Any) -> set[str]:

@@ -13,7 +13,7 @@ import torch
 from offbeat.services.generation.vllm.without_torchvision import is_torchvision_missing, replace_image_processing
 
 if is_torchvision_missing():
-    replace_image_processing()
+    replace_image_processing("qwen2_vl")
 
 from vllm import ModelRegistry
 from vllm.inputs.engine import MultiModalInput, mm_input

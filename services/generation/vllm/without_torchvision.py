@@ -11,34 +11,40 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-REPLACED = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
+PILLOW = "ImageProcessorPil"
 MODULES = {
-    "Qwen3_5ForCausalLM": "qwen3_5",
-    "Qwen3_5MoeForCausalLM": "qwen3_5",
-    "Qwen3_5ForConditionalGeneration": "qwen3_5",
-    "Qwen3_5MoeForConditionalGeneration": "qwen3_5",
-    "Qwen3VLForConditionalGeneration": "qwen3_vl",
-    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
+    "Qwen3_5ForCausalLM": ("qwen3_5", "qwen2_vl"),
+    "Qwen3_5MoeForCausalLM": ("qwen3_5", "qwen2_vl"),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5", "qwen2_vl"),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5", "qwen2_vl"),
+    "Qwen3VLForConditionalGeneration": ("qwen3_vl", "qwen2_vl"),
+    "Gemma3ForConditionalGeneration": ("gemma3_mm", "gemma3"),
+    "Mistral3ForConditionalGeneration": ("mistral3", "pixtral"),
 }
-"""vLLM's modules, by architecture."""
+"""vLLM's modules by architecture, and the families of transformers whose image processing they import."""
 
 
 def is_torchvision_missing() -> bool:
     return find_spec("torchvision") is None
 
 
-def replace_image_processing() -> None:
-    """Give vLLM's modules the function that they import from a module which can't be imported without torchvision."""
-    sys.modules.setdefault(REPLACED, import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"))
+def replace_image_processing(family: str) -> None:
+    """Give vLLM's modules the names that they import from a module which can't be imported without torchvision."""
+    module = f"transformers.models.{family}.image_processing_{{}}{family}"
+    pillow = import_module(module.format("pil_"))
+    for name in [name for name in vars(pillow) if name.endswith(PILLOW)]:
+        vars(pillow).setdefault(name.removesuffix("Pil"), getattr(pillow, name))
+    sys.modules.setdefault(module.format(""), pillow)
 
 
 def __getattr__(name: str) -> Any:
     """Import a model by its architecture, as vLLM's registry does where one is first needed."""
     if name not in MODULES:
         raise AttributeError(name)
+    module, family = MODULES[name]
     if is_torchvision_missing():
-        replace_image_processing()
-    return getattr(import_module(f"vllm.model_executor.models.{MODULES[name]}"), name)
+        replace_image_processing(family)
+    return getattr(import_module(f"vllm.model_executor.models.{module}"), name)
 
 
 def register_lazily() -> None:

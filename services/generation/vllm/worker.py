@@ -19,12 +19,13 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.worker.gpu_worker import Worker
 
 from offbeat.services.generation.checkpoint_names import engine_tensors
 from offbeat.services.generation.tensor_file import TensorFile
-from offbeat.services.generation.vllm import cpu_kernels, gated_delta
+from offbeat.services.generation.vllm import cpu_kernels, cpu_repairs
 from offbeat.services.generation.vllm.loading import compare, finish_reload
 from offbeat.services.generation.vllm.lora import (
     BASE,
@@ -137,7 +138,8 @@ class WorkerExtension:
     def prepare(self) -> tuple[int, int]:
         """Make the kernel kill this process with its replica, and repair vLLM's operations; return `CacheGroups`."""
         die_with_parent()
-        gated_delta.repair()
+        if current_platform.is_cpu():
+            cpu_repairs.repair()
         specs = [group.kv_cache_spec for group in self.model_runner.kv_cache_config.kv_cache_groups]
         states = [spec for spec in specs if isinstance(spec, MambaSpec)]
         num_blocks = sum(spec.max_memory_usage_bytes(self.vllm_config) // spec.page_size_bytes for spec in states)

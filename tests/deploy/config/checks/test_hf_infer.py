@@ -13,6 +13,7 @@ from offbeat.deploy.config.loader import compose_tree, validate_tree
 from offbeat.deploy.run_setup import load_architecture
 from offbeat.services.generation.config import HF_ARGUMENTS, VllmConfig
 from offbeat.trainer.config.aliases import ENGINE
+from tests.families import write_multimodal
 from tests.paths import QUICKSTART
 
 STRATEGY = "actor_infer.strategy_args.strategy_name"
@@ -99,3 +100,9 @@ def test_an_application_that_it_cannot_serve_is_refused(tmp_path: Path) -> None:
                 "config": {"actor_infer": {"strategy_args": strategy}},
             }
         )
+
+
+def test_a_multimodal_folder_is_refused(tmp_path: Path) -> None:
+    """Also one that is trained on text alone."""
+    write_multimodal(tmp_path, "gemma3")
+    assert problems(f"pretrain={tmp_path}")[STRATEGY].endswith("computes text models alone: take vllm")

@@ -196,9 +196,10 @@ def test_a_policy_with_images_is_not_split(key: str):
     assert "image input" in {issue.path: issue.message for issue in issues}[f"actor_train.strategy_args.{key}"]
 
 
-def test_experts_are_sampled_by_hf_infer_on_a_cpu(tmp_path: Path):
+def test_adapters_of_experts_are_not_served_on_a_cpu(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(load_architecture(load_run(QUICKSTART)) | {"num_experts": 4}))
-    key = "actor_infer.strategy_args.strategy_name"
-    assert "the model has 4 experts" in problems(pretrain=str(tmp_path))[key]
-    config = load_run(QUICKSTART, [f"{key}=hf_infer", "actor_infer.strategy_args.strategy_config=null"])
-    assert key not in problems(pretrain=str(tmp_path), actor_infer=config.actor_infer)
+    common = ("actor_infer.strategy_args.strategy_name=vllm", "+actor_train.model_args.lora_target=all-linear")
+    for rank, is_refused in (("null", False), ("16", True)):
+        config = load_run(QUICKSTART, [*common, f"+{ENGINE}.max_lora_rank={rank}"])
+        found = problems(pretrain=str(tmp_path), actor_infer=config.actor_infer, actor_train=config.actor_train)
+        assert ("the model has 4 experts" in found.get(f"{ENGINE}.max_lora_rank", "")) == is_refused
