@@ -72,13 +72,15 @@ class Policy(Protocol):
 class TransformersPolicy:
     def __init__(self, folder: Path, stop_ids: Sequence[int], *, seed: int) -> None:
         import torch
-        from transformers import AutoModelForCausalLM, GenerationConfig
+        from transformers import GenerationConfig
         from transformers.utils.logging import disable_progress_bar
+
+        from offbeat.trainer.models.loading import policy_loader
 
         disable_progress_bar()
         self._torch = torch
         self._model: Any = (
-            AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, trust_remote_code=False).float().eval()
+            policy_loader(folder).from_pretrained(folder, local_files_only=True, trust_remote_code=False).float().eval()
         )
         self._model.generation_config = GenerationConfig()  # as in the engine, the folder's file does not apply
         self._stop_ids = tuple(stop_ids)

@@ -13,7 +13,11 @@ from offbeat.deploy.play.policy import BatchingSampler, PromptRequest, SamplingP
 from offbeat.deploy.play.token_sampling import make_warpers
 from offbeat.services.chat.stops import load_decoder
 from offbeat.services.messages.types import FinishReason
+from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.models.loading import load_policy
+from offbeat.trainer.models.multimodal import TRAINED_ON_TEXT
 from offbeat.trainer.training.checkpoint import LearnerState
+from tests.families import write_multimodal
 
 
 def save(run: Path, step: int, serial: int) -> Path:
@@ -91,3 +95,14 @@ def test_of_a_sampled_token_one_logprob_is_kept(
             logprobs = warpers(ids, logits).log_softmax(-1)  # type: ignore[arg-type]
         expected = logprobs.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", TRAINED_ON_TEXT)
+def test_multimodal_folders_are_played_on_text(family: str, tmp_path: Path) -> None:
+    write_multimodal(tmp_path, family)
+    load_policy(tmp_path, ModelArgs(), seed=0).model.save_pretrained(tmp_path)
+    policy = TransformersPolicy(tmp_path, [2], seed=0)
+    params = SamplingParams(temperature=0.0, top_p=1.0, top_k=0)
+    requests = [PromptRequest((5, 6, 7, 8, 9), 4), PromptRequest((5, 6), 4)]
+    alone = [policy.complete([request], params)[0].token_ids for request in requests]
+    assert [each.token_ids for each in policy.complete(requests, params)] == alone
