@@ -13,7 +13,7 @@ from tests.integration.hybrid_policy import random_hybrid, write_hybrid
 from tests.paths import CONFIGS, ROOT
 from tests.qwen2 import write_tokenizer
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
 
 CONFIG = CONFIGS / "qwen3.5" / "frozen_lake.yaml"
 SMALL = (
@@ -32,14 +32,15 @@ def write_qwen3_5(folder: Path, kind: str) -> None:
     random_hybrid(folder, 0, 0.02).bfloat16().save_pretrained(folder)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_5"])
+@pytest.mark.parametrize("kind", [pytest.param("qwen3_5_text", marks=pytest.mark.nightly), "qwen3_5"])
 def test_three_steps_with_a_random_qwen3_5(kind: str, tmp_path: Path):
     model, run = tmp_path / "model", tmp_path / "run"
     write_qwen3_5(model, kind)
     overrides = [f"pretrain={model}", f"output_dir={run}", *SMALL]
-    command = [sys.executable, "-m", "offbeat.deploy.cli.app", "train", str(CONFIG), *overrides]
-    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    for command in (["train", str(CONFIG), *overrides], ["audit", str(run)]):
+        line = [sys.executable, "-m", "offbeat.deploy.cli.app", *command]
+        done = subprocess.run(line, check=False, cwd=ROOT, capture_output=True, text=True, timeout=560)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     report = json.loads((run / "report.json").read_text())
     assert (report["steps"], report["groups_trained"]) == (3, 6)
     start, trained = (load_file(path / "model.safetensors") for path in (model, run / "checkpoints" / "step-000003"))
