@@ -53,7 +53,7 @@ def split_tokens(module: nn.Module, ranks: Ranks) -> "SequenceParallel":
     config = model.config.get_text_config()
     obstacle = find_sequence_obstacle({key: getattr(config, key, None) for key in KEYS}, size)
     if isinstance(module, PackedVisionPolicy):
-        obstacle = "a policy with image input can't be split: take 1"
+        obstacle = "a model with image input can't be split: take 1"
     elif recurrent_layers(model):
         obstacle = f"layers of {config.model_type} are recurrent, and need all tokens of a sequence: take 1"
     elif config._attn_implementation != PACKED_ATTENTION:

@@ -114,7 +114,7 @@ def check_model_split(config: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue("actor_train.model_args.attn_implementation", message)
     for key, size in sizes.items():
         if architecture.get("vision_config"):
-            yield ConfigIssue(f"{table}.{key}", "a policy with image input can't be split: leave it out")
+            yield ConfigIssue(f"{table}.{key}", "a model with image input can't be split: leave it out")
         elif obstacle := splits[key][1](architecture, size):
             yield ConfigIssue(f"{table}.{key}", f"{size}: {obstacle}")
 

@@ -48,7 +48,7 @@ def __getattr__(name: str) -> Any:
 
 
 def register_lazily() -> None:
-    """Tell a worker of the models, whose configuration was read in another process."""
+    """Register the models in a worker, whose configuration was read in another process."""
     if is_torchvision_missing():
         for name in MODULES:
             import_module("vllm").ModelRegistry.register_model(name, f"{__name__}:{name}")
