@@ -16,8 +16,8 @@ from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
 from offbeat.trainer.engines.sequence_parallel import split_tokens
 from offbeat.trainer.models.loading import load_policy
-from tests.families import write_family
-from tests.integration.ulysses_rank import INPUTS, MODELS, SIZE, critic_learned, policy_learned
+from tests.families import MULTIMODAL, write_family, write_multimodal
+from tests.integration.ulysses_rank import CHANGES, INPUTS, MODELS, SIZE, critic_learned, policy_learned
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.timeout(600)  # four ranks beside the tests of the mesh, on two cores
@@ -28,7 +28,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for family in MODELS:
         (folder / family).mkdir()
-        write_family(folder / family, family)  # four heads, two of keys and values
+        write = write_multimodal if family in MULTIMODAL else write_family
+        write(folder / family, family, **CHANGES.get(family, {}))  # four heads, two of keys and values
     return folder
 
 
@@ -83,7 +84,11 @@ def test_a_critic_gives_the_values_of_one_process(models: Path, out: Path, ranks
 
 @pytest.mark.parametrize(
     ("family", "says"),
-    [("gemma2", "attention of eager"), ("falcon_h1", "falcon_h1 are recurrent"), ("gpt2", "num_attention_heads, 4")],
+    [
+        ("gemma2", "attention of eager"),
+        ("falcon_h1", "recurrent layers of falcon_h1"),
+        ("gpt2", "num_attention_heads, 4"),
+    ],
 )
 def test_models_that_are_not_split(family: str, says: str, tmp_path: Path):
     write_family(tmp_path, family)

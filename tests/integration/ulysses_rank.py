@@ -24,9 +24,11 @@ from tests.integration.learner_rank import SMOOTH
 
 SIZE = 4
 HYPER = Hyperparameters(1e-2, 0.1, head_learning_rate=1e-1)
-LENGTHS = ((40, 7, 23), (1, 2), (31,))
-"""Of sequences of each pass: more than a window, fewer tokens than ranks, and a number that ranks do not divide."""
-MODELS = ("mistral", "qwen3", "gemma3_text", "qwen3_moe")
+LENGTHS = ((90, 7, 23), (1, 2), (31,))
+"""Of sequences of each pass: more than a window or chunk, fewer tokens than ranks, and a number that ranks do not divide."""
+MODELS = ("mistral", "qwen3", "gemma3_text", "qwen3_moe", "qwen3_5_text", "qwen3_next", "qwen3_5", "gemma3")
+LINEAR_HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+CHANGES = dict.fromkeys(("qwen3_5_text", "qwen3_next", "qwen3_5"), LINEAR_HEADS)
 
 
 def ragged() -> list[PackedInput]:

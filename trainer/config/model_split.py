@@ -1,7 +1,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+DIVIDED_LAYERS = {"full_attention", "sliding_attention", "linear_attention"}
+"""Of which processes compute a part of the heads over all tokens, each; linear attention by the gated delta rule alone."""
 
 
 def find_obstacle(architecture: Mapping[str, Any], size: int) -> str:
@@ -26,8 +27,11 @@ def find_sequence_obstacle(architecture: Mapping[str, Any], size: int) -> str:
         return f"the model's num_attention_heads, {heads}, is not a multiple of it"
     if isinstance(shared, int) and shared % size and size % shared:
         return f"the model's num_key_value_heads, {shared}, is neither a multiple nor a divisor of it"
-    if others := sorted(set(architecture.get("layer_types") or ()) - ATTENTION_LAYERS):
-        return f"layers of {', '.join(others)} need all tokens of a sequence: take 1"
+    keys = architecture.get("linear_num_key_heads")
+    if isinstance(keys, int) and keys % size:
+        return f"the model's linear_num_key_heads, {keys}, is not a multiple of it"
+    if others := sorted(set(architecture.get("layer_types") or ()) - DIVIDED_LAYERS):
+        return f"layers of {', '.join(others)} are not divided by heads: take 1"
     return ""
 
 

@@ -17,12 +17,13 @@ from transformers import PreTrainedModel
 from offbeat.trainer.config.model_split import find_sequence_obstacle
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.attention import PACKED_ATTENTION
+from offbeat.trainer.models.gated_delta import find_projections
 from offbeat.trainer.models.packing import PackedInput, SequenceShard
 from offbeat.trainer.models.policy import Sampled
 from offbeat.trainer.models.recurrent_layers import recurrent_layers
 from offbeat.trainer.models.vision import PackedVisionPolicy
 
-KEYS = ("num_attention_heads", "num_key_value_heads", "layer_types")
+KEYS = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "layer_types")
 """Of a model's config, under these names or a family's own."""
 
 
@@ -54,8 +55,8 @@ def split_tokens(module: nn.Module, ranks: Ranks) -> "SequenceParallel":
     obstacle = find_sequence_obstacle({key: getattr(config, key, None) for key in KEYS}, size)
     if isinstance(module, PackedVisionPolicy):
         obstacle = "a model with image input can't be split: take 1"
-    elif recurrent_layers(model):
-        obstacle = f"layers of {config.model_type} are recurrent, and need all tokens of a sequence: take 1"
+    elif any(find_projections(layer) is None for layer in recurrent_layers(model)):
+        obstacle = f"recurrent layers of {config.model_type} are not divided by heads: take 1"
     elif config._attn_implementation != PACKED_ATTENTION:
         obstacle = f"attention of {config._attn_implementation} is computed with all heads: take 1"
     if obstacle:

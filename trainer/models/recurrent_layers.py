@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from offbeat.trainer.models.gated_delta import compute_by_heads
 from offbeat.trainer.models.packing import Packing, pad, unpad
 
 RECURRENT_LAYERS = {
@@ -51,6 +52,8 @@ class PackedRecurrentLayer:
             raise NotImplementedError(
                 f"{type(self).__name__} is recurrent: set actor_train.model_args.shared_prefix to false"
             )
+        if self.packing.shard is not None:
+            return compute_by_heads(self, compute.__func__, hidden_states, self.packing)
         self.training = False  # in training Mamba's fused kernel reads out_proj's weight past its adapter
         return unpad([compute(rows) for rows in pad(hidden_states[0], self.packing)], self.packing)[None]
 

@@ -10,6 +10,7 @@ from offbeat.deploy.config.vocabulary import MissingWordsError
 from offbeat.deploy.run_folder import newest_checkpoint
 from offbeat.deploy.run_setup import POLICY, load_architecture
 from offbeat.services.chat.vision import model_family
+from offbeat.services.generation.kv_cache import text_config
 from offbeat.services.generation.tenancy import read_architecture
 from offbeat.services.generation.vllm.engine_arguments import engine_argument_names
 from offbeat.trainer.config.aliases import ENGINE
@@ -82,7 +83,7 @@ def count_experts(config: RunConfig) -> int:
 
 
 def check_model_split(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield a `tp_size`, `pp_size` or `ulysses_size` unfit for processes or model."""
+    """Yield a `tp_size`, `pp_size` or `ulysses_size` unfit for processes or model; the last takes multimodal ones, too."""
     train, table = config.actor_train, "actor_train.strategy_args"
     strategy = train.strategy_args
     splits = {
@@ -113,9 +114,9 @@ def check_model_split(config: RunConfig) -> Iterator[ConfigIssue]:
         message = "ulysses_size exchanges heads in packed attention alone: leave it out"
         yield ConfigIssue("actor_train.model_args.attn_implementation", message)
     for key, size in sizes.items():
-        if architecture.get("vision_config"):
+        if architecture.get("vision_config") and (key != "ulysses_size" or has_vision(config)):
             yield ConfigIssue(f"{table}.{key}", "a model with image input can't be split: leave it out")
-        elif obstacle := splits[key][1](architecture, size):
+        elif obstacle := splits[key][1](text_config(architecture), size):
             yield ConfigIssue(f"{table}.{key}", f"{size}: {obstacle}")
 
 

@@ -147,10 +147,11 @@ def test_layers_are_split_over_processes_that_fit(changes: tuple[str, ...], says
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        (
-            {"num_attention_heads": 12, "layer_types": ["full_attention", "linear_attention"]},
-            "layers of linear_attention need all tokens",
-        ),
+        ({"num_attention_heads": 12, "layer_types": ["full_attention", "conv"]}, "layers of conv are not divided"),
+        ({"num_attention_heads": 12, "linear_num_key_heads": 16}, "linear_num_key_heads, 16, is not a multiple"),
+        ({"num_attention_heads": 12, "linear_num_key_heads": 12, "layer_types": ["linear_attention"]}, ""),
+        ({"vision_config": {"depth": 1}, "text_config": {"num_attention_heads": 5}}, "num_attention_heads, 5, is not"),
+        ({"vision_config": {"depth": 1}, "text_config": {"num_attention_heads": 12}}, ""),
         ({"num_attention_heads": 12, "num_key_value_heads": 4}, "num_key_value_heads, 4, is neither"),
         ({"num_attention_heads": 12, "num_key_value_heads": 3}, ""),
         ({"num_attention_heads": 12, "num_key_value_heads": 2}, ""),
