@@ -17,6 +17,7 @@ from offbeat.services.errors import escape_surrogates
 from offbeat.services.process import free_port, uncollected_imports
 from tests.waiting import wait_until_sync
 
+os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", "60")  # nor a slow answer of a test's own hub
 settings.register_profile("shared-cores", deadline=None)  # a slow machine is not a failure
 settings.load_profile("shared-cores")
 

@@ -6,6 +6,7 @@ HF_HUB_OFFLINE). As a program, it downloads one snapshot.
 """
 
 import copy
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -30,8 +31,8 @@ MODEL_KEYS = (
     *(f"{role}.model_args.model_name_or_path" for role in ("critic", "reference", "teacher.*", "rewards.*")),
 )
 """`*` stands for any name or place."""
-TIMEOUT_S = 5.0
-"""Of the hub's first answer."""
+TIMEOUT_S = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", "5"))
+"""Of the hub's first answer; by the variable of its library."""
 
 SERVER_ERROR = 500
 """Lowest status of a failing hub."""

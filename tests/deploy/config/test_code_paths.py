@@ -47,6 +47,8 @@ BY_OTHERS = {
     "envs/dataset/bindings.py: value": "a module of the standard library, or of numpy, that a policy's program imported",
     "envs/optional_imports.py: module": "named by code",
     "services/control/app.py: settings.factory": "named by code",
+    "services/generation/vllm/without_torchvision.py: f'vllm.model_executor.models.{module}'": "a fixed table",
+    "services/generation/vllm/without_torchvision.py: module.format('pil_')": "a fixed table",
     "services/redis/serve_app.py: self._before_end": "named by code",
     "services/rollout/agents/runner.py: TASK_MODULE": "a constant",
     "services/weights/transports/device.py: SENDERS": "a constant",
