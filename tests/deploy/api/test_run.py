@@ -60,9 +60,10 @@ def test_a_run_over_rest_without_records_of_a_command_takes_time(run: Run):
 def test_a_run_is_stopped_when_its_last_thread_has_ended(run: Run):
     """A process whose main thread has ended is a zombie, yet can not be reaped."""
     says = """
-import ctypes, sys, threading, time
+import ctypes, signal, sys, threading, time
 from pathlib import Path
 from offbeat.deploy.run_folder import locked
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 try:
     with locked(Path(sys.argv[1])):
         print("locked", flush=True)
