@@ -171,7 +171,7 @@ class ActorTrainConfig(Config):
         return strategy.strategy_name == "deepspeed_train" and (strategy.zero_stage > 0 or args.dtype != "float32")
 
     def num_pass_groups(self, world_size: int) -> int:
-        """Return the number of groups of processes whose passes go on at the same time, stages of a pipeline each."""
+        """Return the number of groups of processes that compute passes in parallel, each stage of a pipeline one."""
         return max(1, world_size // (self.strategy_args.tp_size * self.strategy_args.ulysses_size))
 
     def with_default_rate(self, pretrain: str) -> "ActorTrainConfig":

@@ -82,7 +82,7 @@ class Ranks:
 
     @property
     def num_shards(self) -> int:
-        """Return the number of ranks that share the weights of a layer's part, and average their gradients."""
+        """Return the number of ranks over which weights are sharded and gradients are averaged."""
         return self.data_size * self.ulysses_size
 
     @property
