@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from tests.families import CHANGES, SIZES, write_family
+from tests.families import CHANGES, QWEN_VISION, SIZES, write_family
 
 TEXT = {
     "vocab_size": 128,
@@ -17,17 +17,6 @@ TEXT = {
     "linear_value_head_dim": 128,
 }
 """vLLM's gated delta rule on a CPU takes few head sizes."""
-VISION = {
-    "depth": 1,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_heads": 2,
-    "out_hidden_size": 64,
-    "patch_size": 16,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "num_position_embeddings": 64,
-}
 ROPE = {
     "rope_type": "default",
     "rope_theta": 1e4,
@@ -44,7 +33,7 @@ def write_hybrid(folder: Path, kind: str = "qwen3_5_text", **changes: Any) -> Pa
         text = SIZES | CHANGES["qwen3_5_text"] | TEXT | {"rope_parameters": ROPE} | changes
         ids: dict[str, Any] = {f"{name}_token_id": 3 + number for number, name in enumerate(VISION_TOKENS)}
         ids |= {"tie_word_embeddings": changes.get("tie_word_embeddings", False)}
-        AutoConfig.for_model(kind, text_config=text, vision_config=VISION, **ids).save_pretrained(folder)
+        AutoConfig.for_model(kind, text_config=text, vision_config=QWEN_VISION, **ids).save_pretrained(folder)
     else:
         kept = {key: value for key, value in TEXT.items() if "linear" not in key or "lfm" not in kind}
         write_family(folder, kind, **kept | changes)

@@ -1,9 +1,5 @@
 """Tensor, pipeline, sequence and data parallelism: four processes learn what one learns, in every layout."""
 
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,10 +7,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from offbeat.services.process import free_port
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
-from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
+from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.stages import cut_stage
 from offbeat.trainer.models.tiny import write_tiny_policy
@@ -34,7 +29,7 @@ from tests.integration.layout_rank import (
     half_learned,
     learn,
 )
-from tests.paths import ROOT
+from tests.integration.rank_processes import run_ranks
 
 pytestmark = pytest.mark.timeout(600)  # four ranks beside the tests of the mesh, on two cores
 ONE = (1, 1)
@@ -64,28 +59,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    torch.set_num_threads(1)
-    with process_group(ranks_of_environment("cpu")) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
 def out(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the four ranks wrote."""
     folder = tmp_path_factory.mktemp("out")
-    command = [sys.executable, str(Path(__file__).with_name("layout_rank.py")), str(models), str(folder)]
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "4"}
-    running = [
-        subprocess.Popen(command, env={**os.environ, **address, "RANK": str(rank), "PYTHONPATH": str(ROOT)})
-        for rank in range(4)
-    ]
-    try:
-        assert [process.wait(timeout=500) for process in running] == [0] * 4
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
+    run_ranks("layout_rank.py", 4, models, folder)
     return folder
 
 

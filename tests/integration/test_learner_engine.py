@@ -2,9 +2,7 @@
 
 import math
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,19 +11,18 @@ from pydantic import JsonValue
 from safetensors.torch import load_file
 from torch import Tensor
 
-from offbeat.services.process import free_port
 from offbeat.trainer.config.actor_train import ModelArgs, StrategyArgs, TrainingArgs
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.engines.base import Hyperparameters, StepOutcome
 from offbeat.trainer.engines.deepspeed import STAGE_FILE, DeepSpeedEngine, _deepspeed, merge_settings, min_loss_scale
 from offbeat.trainer.engines.param_groups import LAYOUT_FILE
-from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
+from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.loading import load_critic, load_policy
 from offbeat.trainer.models.policy import PackedCritic
 from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.families import write_family, write_multimodal
 from tests.integration.learner_rank import SMOOTH, fixed_batch
-from tests.paths import ROOT
+from tests.integration.rank_processes import run_ranks
 from tests.trainer.engines.comparing import (
     assert_offloading_changes_nothing,
     assert_overflow_is_skipped,
@@ -53,14 +50,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    torch.set_num_threads(1)
-    alone = ranks_of_environment("cpu")
-    with process_group(alone):
-        yield alone
-
-
 @pytest.fixture
 def engine(folder: Path, ranks: Ranks) -> EngineFactory:
     def build(
@@ -73,17 +62,6 @@ def engine(folder: Path, ranks: Ranks) -> EngineFactory:
     return build
 
 
-def run_ranks(model: Path, out: Path, names: Sequence[str], world: int) -> None:
-    script = Path(__file__).with_name("learner_rank.py")
-    command = [sys.executable, str(script), str(model), str(out), *names]
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
-    running = [
-        subprocess.Popen(command, env={**os.environ, **address, "RANK": str(rank), "PYTHONPATH": str(ROOT)})
-        for rank in range(world)
-    ]
-    assert [process.wait(timeout=240) for process in running] == [0] * world
-
-
 @pytest.mark.parametrize(("write", "family"), [(write_family, "qwen3_5_text"), (write_multimodal, "qwen3_5")])
 def test_recurrent_layers_learn_the_same_on_ranks_with_other_lengths(
     write: Callable[[Path, str], None], family: str, tmp_path: Path
@@ -93,7 +71,7 @@ def test_recurrent_layers_learn_the_same_on_ranks_with_other_lengths(
     names = [f"{engine}-{variant}" for engine in ("0", "3", "fsdp2") for variant in ("ragged", "lora-ragged")]
     names += ["tp-ragged", "pp-ragged"] if family == "qwen3_5_text" else []
     for world in (1, 2):
-        run_ranks(tmp_path / "model", tmp_path, names, world)
+        run_ranks("learner_rank.py", world, tmp_path / "model", tmp_path, *names, timeout_s=240)
     for name in names:
         expected = load_file(tmp_path / f"0-{name.partition('-')[2]}-of-1.safetensors")
         for world in (1, 2):
@@ -103,7 +81,7 @@ def test_recurrent_layers_learn_the_same_on_ranks_with_other_lengths(
 def test_zero_stages_fsdp2_and_ranks_learn_the_same(folder: Path, tmp_path: Path) -> None:
     """Three micro-batches on two ranks: one rank has a pass less of its own."""
     for world in (1, 2):
-        run_ranks(folder, tmp_path, NAMES, world)
+        run_ranks("learner_rank.py", world, folder, tmp_path, *NAMES, timeout_s=240)
     with torch.no_grad():
         plain = load_policy(folder, ModelArgs(), seed=1)
         alone = torch.cat([plain(x).logprobs for x in fixed_batch()])
@@ -141,7 +119,7 @@ def test_ranks_agree_on_the_loss_scale(folder: Path, tmp_path: Path) -> None:
     """A gradient that overflows on one rank alone is skipped by both."""
     names = ("fsdp2-half", "1-half")
     for world in (1, 2):
-        run_ranks(folder, tmp_path, names, world)
+        run_ranks("learner_rank.py", world, folder, tmp_path, *names, timeout_s=240)
     for name in names:
         alone, first, second = (
             load_file(tmp_path / f"{name}-{who}.safetensors") for who in ("0-of-1", "0-of-2", "1-of-2")

@@ -1,9 +1,5 @@
 """Ranks that divide the tokens of each pass learn what one process learns."""
 
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,14 +7,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from offbeat.services.process import free_port
 from offbeat.trainer.config.actor_train import ModelArgs
-from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
+from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.engines.sequence_parallel import split_tokens
 from offbeat.trainer.models.loading import load_policy
 from tests.families import MULTIMODAL, write_family, write_multimodal
+from tests.integration.rank_processes import run_ranks
 from tests.integration.ulysses_rank import CHANGES, INPUTS, MODELS, SIZE, critic_learned, policy_learned
-from tests.paths import ROOT
 
 pytestmark = pytest.mark.timeout(600)  # four ranks beside the tests of the mesh, on two cores
 
@@ -34,28 +29,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    torch.set_num_threads(1)
-    with process_group(ranks_of_environment("cpu")) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
 def out(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the ranks wrote."""
     folder = tmp_path_factory.mktemp("out")
-    command = [sys.executable, str(Path(__file__).with_name("ulysses_rank.py")), str(models), str(folder)]
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(SIZE)}
-    running = [
-        subprocess.Popen(command, env={**os.environ, **address, "RANK": str(rank), "PYTHONPATH": str(ROOT)})
-        for rank in range(SIZE)
-    ]
-    try:
-        assert [process.wait(timeout=500) for process in running] == [0] * SIZE
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
+    run_ranks("ulysses_rank.py", SIZE, models, folder)
     return folder
 
 

@@ -2,7 +2,7 @@ from collections.abc import Mapping
 from typing import Any
 
 DIVIDED_LAYERS = {"full_attention", "sliding_attention", "linear_attention"}
-"""Of which processes compute a part of the heads over all tokens, each; linear attention by the gated delta rule alone."""
+"""Kinds of layers that sequence parallelism divides by heads; of linear attention the gated delta rule alone."""
 
 
 def find_obstacle(architecture: Mapping[str, Any], size: int) -> str:

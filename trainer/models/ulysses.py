@@ -1,5 +1,6 @@
 """Exchange of tokens and heads around attention, for sequence parallelism (Ulysses, arXiv:2309.14509)."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from offbeat.trainer.models.packing import SequenceShard
+
+Exchange = Callable[[Tensor, SequenceShard], Tensor]
 
 
 def split_heads(states: Tensor, shard: SequenceShard) -> Tensor:
@@ -18,35 +21,27 @@ def split_heads(states: Tensor, shard: SequenceShard) -> Tensor:
     rows, size = states[0].transpose(0, 1), shard.size
     if rows.shape[1] % size:
         rows = rows.repeat_interleave(size // rows.shape[1], dim=1)
-    return _SplitHeads.apply(rows, shard)[: shard.num_tokens].transpose(0, 1)[None]
+    return _Exchange.apply(rows, shard, _to_heads, _to_tokens)[: shard.num_tokens].transpose(0, 1)[None]
 
 
 def join_heads(states: Tensor, shard: SequenceShard) -> Tensor:
     """Exchange heads for tokens: [1, N, H / R, D] -> [1, n, H, D]."""
     padding = sum(shard.lengths) - shard.num_tokens
-    return _JoinHeads.apply(pad(states[0], (0, 0, 0, 0, 0, padding)), shard)[None]
+    rows = pad(states[0], (0, 0, 0, 0, 0, padding))
+    return _Exchange.apply(rows, shard, _to_tokens, _to_heads)[None]
 
 
-class _SplitHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, shard: SequenceShard) -> Tensor:
-        ctx.shard = shard
-        return _to_heads(rows, shard)
+class _Exchange(torch.autograd.Function):
+    """`_to_heads` or `_to_tokens`, each of which gives the gradient of the other."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _to_tokens(grads[0], ctx.shard), None
-
-
-class _JoinHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, shard: SequenceShard) -> Tensor:
-        ctx.shard = shard
-        return _to_tokens(rows, shard)
+    def forward(ctx: Any, rows: Tensor, shard: SequenceShard, exchange: Exchange, inverse: Exchange) -> Tensor:
+        ctx.shard, ctx.inverse = shard, inverse
+        return exchange(rows, shard)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _to_heads(grads[0], ctx.shard), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.inverse(grads[0], ctx.shard), None, None, None
 
 
 def _to_heads(rows: Tensor, shard: SequenceShard) -> Tensor:
