@@ -60,6 +60,18 @@ def escape_all(value: object) -> object:
             return value
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_variables_left_set() -> Iterator[None]:
+    """Restore the environment after a file's tests: engines set HF_HUB_OFFLINE, say, which all later processes inherit."""
+    before = dict(os.environ)
+    yield
+    for name in (os.environ.keys() | before.keys()) - {"PYTEST_CURRENT_TEST"}:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+
+
 @pytest.fixture(autouse=True)
 def no_log_files_left_open() -> Iterator[None]:
     """Take the log files that a test opened from the root logger, which the tests of a process share."""
