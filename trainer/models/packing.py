@@ -205,13 +205,12 @@ class PackedInput:
     def to(self, device: torch.device) -> "PackedInput":
         if self.tokens.device == device:
             return self
-        packing = Packing(
-            self.packing.cu_seqlens.to(device),
-            self.packing.position_ids.to(device),
-            None if self.packing.slots is None else self.packing.slots.to(device),
-            self.packing.buckets,
-            self.packing.max_len,
-            None if self.packing.tree is None else self.packing.tree.to(device),
+        packing = replace(
+            self.packing,
+            cu_seqlens=self.packing.cu_seqlens.to(device),
+            position_ids=self.packing.position_ids.to(device),
+            slots=None if self.packing.slots is None else self.packing.slots.to(device),
+            tree=None if self.packing.tree is None else self.packing.tree.to(device),
         )
         temperatures = None if self.temperatures is None else self.temperatures.to(device)
         reference = (
@@ -225,4 +224,6 @@ class PackedInput:
             temperatures=temperatures,
             reference=reference,
             distillation=None if self.distillation is None else self.distillation.to(device),
+            hidden=None if self.hidden is None else self.hidden.to(device),
+            value_rows=None if self.value_rows is None else self.value_rows.to(device),
         )

@@ -243,7 +243,7 @@ class HfEngine:
             raise RetryableError(f"the engine failed: {error or 'closed'}") from error
 
     async def _run(self) -> None:
-        """Compute passes while there are requests; any error ends the engine."""
+        """Compute passes while there are requests; any error ends the engine, and so does `close`."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -257,10 +257,10 @@ class HfEngine:
                         self._record(chunks, sampled)
                     elif not self._scheduler.has_work:
                         self._submitted.clear()
-        except Exception as error:
+        except BaseException as error:
             for answer in self._answers.values():
                 if not answer.done():
-                    answer.set_exception(RetryableError(f"the engine failed: {error}"))
+                    answer.set_exception(RetryableError(f"the engine failed: {str(error) or 'closed'}"))
             raise
 
     def _compute(self, chunks: list[PlannedChunk]) -> dict[int, SampledToken]:

@@ -214,6 +214,18 @@ async def test_an_engine_whose_pass_fails_is_dead(start: Start, monkeypatch: pyt
         await policies.generate(policies.request(PROMPT))
 
 
+async def test_a_closed_engine_fails_what_it_was_asked(start: Start) -> None:
+    """Of a request that runs, and of one in the same iteration of the event loop."""
+    policies = await start()
+    await policies.load(0)
+    running = asyncio.create_task(policies.generate(policies.request(PROMPT, max_new_tokens=400)))
+    await wait_until(lambda: policies.engine.num_running == 1)
+    policies.engine.close()
+    for answer in (policies.generate(policies.request(PROMPT)), running):
+        with pytest.raises(RetryableError, match="closed"):
+            await asyncio.wait_for(answer, 30)
+
+
 async def test_logits_that_are_not_finite_fail_their_request_alone(start: Start, tmp_path: Path) -> None:
     """Keys and values that are no numbers must not reach later requests through masked places."""
     policies = await start()
