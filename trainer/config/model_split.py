@@ -1,8 +1,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-DIVIDED_LAYERS = {"full_attention", "sliding_attention", "linear_attention"}
-"""Kinds of layers that sequence parallelism divides by heads; of linear attention the gated delta rule alone."""
+from offbeat.services.generation.kv_cache import layer_kinds
+
+DIVIDED_LAYERS = {"full_attention", "sliding_attention", "linear_attention", "attention", "mlp", "moe"}
+"""Kinds of layers that sequence parallelism divides by heads, or that have none."""
+DIVIDED_FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+"""Families whose linear attention is divided by heads."""
 
 
 def find_obstacle(architecture: Mapping[str, Any], size: int) -> str:
@@ -30,8 +34,13 @@ def find_sequence_obstacle(architecture: Mapping[str, Any], size: int) -> str:
     keys = architecture.get("linear_num_key_heads")
     if isinstance(keys, int) and keys % size:
         return f"the model's linear_num_key_heads, {keys}, is not a multiple of it"
-    if others := sorted(set(architecture.get("layer_types") or ()) - DIVIDED_LAYERS):
+    kinds, family = set(layer_kinds(architecture)), architecture.get("model_type")
+    if others := sorted(kinds - DIVIDED_LAYERS):
         return f"layers of {', '.join(others)} are not divided by heads: take 1"
+    if "linear_attention" in kinds and family is not None and family not in DIVIDED_FAMILIES:
+        return f"recurrent layers of {family} are not divided by heads: take 1"
+    if architecture.get("attn_logit_softcapping") is not None:
+        return "attention whose logits are capped is computed with all heads: take 1"
     return ""
 
 

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Literal
 
 from offbeat.deploy.config.run import RunConfig
+from offbeat.services.generation.tenancy import read_architecture
 from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.trainer.config.roles import RoleModelArgs
 
 Kind = Literal["policy", "critic", "reward_model"]
+SHARED_PREFIX = "actor_train.model_args.shared_prefix"
 
 
 def check_packing(config: RunConfig) -> Iterator[ConfigIssue]:
@@ -30,6 +32,26 @@ def check_packing(config: RunConfig) -> Iterator[ConfigIssue]:
             auto = policy_loader(folder) if kind == "policy" else critic_loader(config.critic.model_args.model_type)
         if problem := packing_problem(auto, folder, policy.of_role(role).attn_implementation, context):
             yield ConfigIssue(key, f"{folder}: {problem}")
+    if policy.shared_prefix:
+        yield from _check_shared_prefix({folder for _, folder, _, _ in models})
+
+
+def _check_shared_prefix(folders: set[Path]) -> Iterator[ConfigIssue]:
+    from offbeat.trainer.models.loading import PREFIX_SHARING_TYPES
+
+    if others := sorted({family for folder in folders if (family := _family(folder))} - {*PREFIX_SHARING_TYPES}):
+        tested = ", ".join(PREFIX_SHARING_TYPES)
+        yield ConfigIssue(
+            SHARED_PREFIX, f"not tested with {', '.join(map(repr, others))}, only with {tested}: leave it out"
+        )
+
+
+def _family(folder: Path) -> str:
+    """Return a model's family; an unreadable one has its own error."""
+    try:
+        return str(read_architecture(folder).get("model_type", ""))
+    except ValueError:
+        return ""
 
 
 def _models(config: RunConfig) -> Iterator[tuple[str, str | None, Kind, RoleModelArgs]]:

@@ -17,6 +17,8 @@ from offbeat.trainer.config.aliases import ENGINE
 from offbeat.trainer.training.checkpoint import LEARNER, MANIFEST
 from tests.paths import CONFIGS, QUICKSTART
 
+GATED_DELTA = {"num_attention_heads": 12, "linear_num_key_heads": 12, "layer_types": ["linear_attention"]}
+
 
 def problems(**changes: Any) -> dict[str, str]:
     config = load_run(QUICKSTART).model_copy(update=changes)
@@ -149,7 +151,11 @@ def test_layers_are_split_over_processes_that_fit(changes: tuple[str, ...], says
     [
         ({"num_attention_heads": 12, "layer_types": ["full_attention", "conv"]}, "layers of conv are not divided"),
         ({"num_attention_heads": 12, "linear_num_key_heads": 16}, "linear_num_key_heads, 16, is not a multiple"),
-        ({"num_attention_heads": 12, "linear_num_key_heads": 12, "layer_types": ["linear_attention"]}, ""),
+        (GATED_DELTA | {"model_type": "qwen3_next"}, ""),
+        (GATED_DELTA | {"model_type": "olmo_hybrid"}, "recurrent layers of olmo_hybrid"),
+        ({"num_attention_heads": 12, "model_type": "falcon_h1"}, "layers of hybrid are not divided"),
+        ({"num_attention_heads": 12, "hybrid_override_pattern": "M*-"}, "layers of mamba are not divided"),
+        ({"num_attention_heads": 12, "attn_logit_softcapping": 50.0}, "logits are capped"),
         ({"vision_config": {"depth": 1}, "text_config": {"num_attention_heads": 5}}, "num_attention_heads, 5, is not"),
         ({"vision_config": {"depth": 1}, "text_config": {"num_attention_heads": 12}}, ""),
         ({"num_attention_heads": 12, "num_key_value_heads": 4}, "num_key_value_heads, 4, is neither"),

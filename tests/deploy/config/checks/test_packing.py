@@ -64,6 +64,17 @@ def test_each_role_is_checked_with_its_own_attention(tmp_path: Path) -> None:
     assert list(problems(*names, *own)) == [f"reference.{FOLDER}"]
 
 
+@pytest.mark.parametrize("key", ["pretrain", f"reference.{FOLDER}"])
+def test_prefixes_are_shared_in_tested_families_alone(key: str, tmp_path: Path) -> None:
+    shared = "actor_train.model_args.shared_prefix"
+    others = (f"{shared}=true", "use_kl_loss=true", "kl_loss_coef=0.1")
+    for family, is_refused in (("qwen3", False), ("qwen3_5_text", True)):
+        write_family(tmp_path / family, family)
+        found = problems(f"{key}={tmp_path / family}", *others)
+        assert list(found) == [shared] * is_refused
+    assert "'qwen3_5_text', only with llama" in found[shared]
+
+
 def test_a_run_is_checked_where_its_settings_load_no_model_code(tmp_path: Path) -> None:
     """The control service checks settings on its event loop."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba7"}))
