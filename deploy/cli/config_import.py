@@ -6,6 +6,8 @@ from pathlib import Path
 
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.importing.fitting import check_imported, find_issues
+from offbeat.deploy.config.importing.prime_rl import import_prime_rl
+from offbeat.deploy.config.importing.prime_rl_files import are_parts
 from offbeat.deploy.config.importing.report import Imported
 from offbeat.deploy.config.importing.roll import import_roll
 from offbeat.deploy.config.importing.trial import describe_trial, make_trial
@@ -14,6 +16,7 @@ from offbeat.deploy.config.importing.verl import import_verl
 from offbeat.deploy.config.importing.writing import to_text, to_yaml
 
 LIBRARIES: dict[str, Callable[[Path], Imported]] = {"roll": import_roll, "verl": import_verl}
+PRIME_RL = "prime-rl"
 
 
 class ImportFailedError(Exception):
@@ -30,7 +33,7 @@ def import_files(
     echo: Callable[[str], None],
     command: str | None = None,
 ) -> None:
-    """Import files and print their reports; several files need a folder.
+    """Import files and print their reports; several files need a folder, unless they are parts of one run (prime-rl's).
 
     trial: with tiny models on CPUs. command: TRL's, if a file's keys do not determine it.
 
@@ -40,18 +43,19 @@ def import_files(
     """
     if command is not None and library != "trl":
         raise ImportFailedError(f"--command names TRL's command, which files of {library} do not have: leave it out")
-    if len(files) > 1 and out.is_file():
-        raise ImportFailedError(f"{out} is a file, for {len(files)} configurations: name a folder")
-    is_folder = len(files) > 1 or out.is_dir()
-    targets = [out / f"{file.stem}.yaml" if is_folder else out for file in files]
-    _check_distinct(files, targets)
+    runs = _group_by_run(library, files)
+    if len(runs) > 1 and out.is_file():
+        raise ImportFailedError(f"{out} is a file, for {len(runs)} configurations: name a folder")
+    is_folder = len(runs) > 1 or out.is_dir()
+    targets = [out / f"{run[0].stem}.yaml" if is_folder else out for run in runs]
+    _check_distinct([run[0] for run in runs], targets)
     for target in targets:
         if target.exists() and not force:
             raise ImportFailedError(f"{target} exists already: take another name, or --force")
         if target.suffix != ".yaml":
             raise ImportFailedError(f"{target}: configurations are *.yaml files")
-    for file, target in zip(files, targets, strict=True):
-        imported = _import(library, file, trial=trial, command=command)
+    for run, target in zip(runs, targets, strict=True):
+        imported = _import(library, run, trial=trial, command=command)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(to_yaml(imported, library), encoding="utf-8")
@@ -70,11 +74,25 @@ def _check_distinct(files: Sequence[Path], targets: Sequence[Path]) -> None:
             )
 
 
-def _import(library: str, file: Path, *, trial: bool, command: str | None) -> Imported:
-    if not file.is_file():
-        raise ImportFailedError(f"no such file: {file}")
+def _group_by_run(library: str, files: Sequence[Path]) -> list[Sequence[Path]]:
+    """Return the files of each run; raises `ImportFailedError` if one can't be read."""
+    if missing := next((file for file in files if not file.is_file()), None):
+        raise ImportFailedError(f"no such file: {missing}")
     try:
-        imported = import_trl(file, command) if library == "trl" else LIBRARIES[library](file)
+        is_one = library == PRIME_RL and are_parts(files)
+    except ConfigError as error:
+        raise ImportFailedError(str(error)) from error
+    return [files] if is_one else [(file,) for file in files]
+
+
+def _import(library: str, files: Sequence[Path], *, trial: bool, command: str | None) -> Imported:
+    """Import the files of a run, of which only prime-rl's has several."""
+    file = files[0]
+    try:
+        if library == PRIME_RL:
+            imported = import_prime_rl(files)
+        else:
+            imported = import_trl(file, command) if library == "trl" else LIBRARIES[library](file)
     except ConfigError as error:
         raise ImportFailedError(f"{file}: {error}") from error
     if trial:

@@ -29,6 +29,7 @@ DEVICE_KEYS = (
     *(f"{role}.model_args.{name}" for role in ROLES for name in MODEL_ARGS),
     *(f"actor_train.training_args.{name}" for name in ("per_device_train_batch_size", "gradient_accumulation_steps")),
     "actor_train.infer_batch_size",
+    *(f"actor_train.strategy_args.{name}" for name in ("tp_size", "pp_size", "ulysses_size")),
     "actor_infer.num_replicas",
     *(f"{ENGINE}.{name}" for name in ("max_model_len", *GPU_ARGUMENTS)),
 )
@@ -63,6 +64,8 @@ def make_trial(tree: Tree) -> Tree:
     if steps is not None:
         put(tree, ("actor_train", "training_args", "num_minibatches"), steps)
     _sample_on_cpus(tree)
+    for tag in get_table(tree, "custom_envs"):
+        remove(tree, ("custom_envs", tag, "agent_runner", "tool_call_parser"))  # the tiny policy calls no tools
     for table, name in _answer_limits(tree):
         table[name] = min(table[name], MAX_ANSWER_TOKENS)
     tree["pretrain"] = TINY
