@@ -1,7 +1,9 @@
 """Defaults that depend on other tables."""
 
+from pathlib import Path
 from typing import Any
 
+from offbeat.trainer.config.adapter_files import AdapterError, AdapterFiles, read_adapter
 from offbeat.trainer.config.aliases import find_keys
 from offbeat.trainer.config.estimators import AGAINST_BEHAVIOR, WITHOUT_RATIO
 
@@ -23,3 +25,24 @@ def recompute_cut_logprobs(tree: Tree) -> Tree:
     top_p, top_k = args.get("top_p"), args.get("top_k")
     is_cut = (isinstance(top_p, float) and top_p < 1) or (isinstance(top_k, int) and top_k > 0)
     return {**tree, "old_logprobs": "recompute"} if is_cut else tree
+
+
+def follow_adapter(tree: Tree) -> Tree:
+    """Set the `lora_*` keys that are left out beside an adapter's folder; one that can't be read has its own issue."""
+    train = tree.get("actor_train")
+    args = train.get("model_args") if isinstance(train, dict) else None
+    name = args.get("adapter_name_or_path") if isinstance(args, dict) else None
+    if not isinstance(train, dict) or not isinstance(args, dict) or not isinstance(name, str):
+        return tree
+    try:
+        files = read_adapter(Path(name))
+    except AdapterError:
+        return tree
+    implied = {"lora_target": ",".join(files.targets), **scale_keys(files)}
+    given = {key: value for key, value in args.items() if key not in implied or value is not None}
+    return {**tree, "actor_train": {**train, "model_args": {**implied, **given}}}
+
+
+def scale_keys(files: AdapterFiles) -> Tree:
+    """Return the keys that an adapter's settings imply."""
+    return {"lora_rank": files.rank, "lora_alpha": files.alpha, "use_rslora": files.use_rslora}

@@ -28,6 +28,7 @@ WEIGHTS = ["*.bin"]
 MODEL_KEYS = (
     "pretrain",
     "reward_pretrain",
+    "actor_train.model_args.adapter_name_or_path",
     *(f"{role}.model_args.model_name_or_path" for role in ("critic", "reference", "teacher.*", "rewards.*")),
 )
 """`*` stands for any name or place."""

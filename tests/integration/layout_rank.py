@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.engines.base import Hyperparameters, StepOutcome
-from offbeat.trainer.engines.frozen import AdapterFreeReference
+from offbeat.trainer.engines.frozen import FirstPolicyReference
 from offbeat.trainer.engines.fsdp2 import FSDP2Engine
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
 from offbeat.trainer.losses.policy_loss import all_of, values_of
@@ -37,6 +37,8 @@ RESUMED: dict[str, dict[str, tuple[str, Layout]]] = {
     "untied": {"2x1-4x1": ("2x1", (4, 1)), "u4-2x1": ("u4", (2, 1)), "2x1-u2": ("2x1", (1, 1, 2))},
 }
 """Layouts that continue from checkpoints of others."""
+ADAPTER = "adapter"
+"""Folder of a model's, from which its adapters start."""
 TARGETS = {"tied": "all-linear", "untied": "q_proj,o_proj,down_proj,lm_head"}
 """Layers with adapters."""
 ADAPTED: dict[str, dict[str, Layout]] = {
@@ -70,14 +72,15 @@ def model_args(model: Path, **settings: Any) -> ModelArgs:
 
 def adapted_of(
     model: Path, ranks: Ranks, layout: Layout, dtype: str = "float32"
-) -> tuple[FSDP2Engine, AdapterFreeReference]:
-    args = model_args(model, dtype=dtype, lora_target=TARGETS[model.name], lora_rank=3)
+) -> tuple[FSDP2Engine, FirstPolicyReference]:
+    adapter = str(model / ADAPTER) if (model / ADAPTER).is_dir() else None
+    args = model_args(model, dtype=dtype, lora_target=TARGETS[model.name], lora_rank=3, adapter_name_or_path=adapter)
     policy = load_policy(model, args, seed=1, value_head=True)
     engine = FSDP2Engine(policy, SMOOTH, ranks, **sizes_of(layout))
-    return engine, AdapterFreeReference(engine, policy)
+    return engine, FirstPolicyReference(engine, policy)
 
 
-def adapters_learned(engine: FSDP2Engine, reference: AdapterFreeReference, steps: int = STEPS) -> dict[str, Tensor]:
+def adapters_learned(engine: FSDP2Engine, reference: FirstPolicyReference, steps: int = STEPS) -> dict[str, Tensor]:
     """Return what `learn` does, the adapters' factors, and what the reference says before and after."""
     said = {"reference": torch.cat(reference.infer(fixed_batch()))}
     learned = learn(engine, steps)

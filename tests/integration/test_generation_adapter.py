@@ -45,14 +45,15 @@ CONFIG = GenerationConfig(
 ARGS = [
     ModelArgs(lora_target="all-linear", lora_rank=3, lora_alpha=5.0),
     ModelArgs(lora_target="all-linear", lora_rank=3, lora_alpha=5.0),
-    ModelArgs(lora_target="q_proj,v_proj,down_proj", lora_rank=4),
+    ModelArgs(lora_target="q_proj,v_proj,down_proj", lora_rank=4, use_rslora=True),
 ]
 """Two versions of one run, and one of another run with another base."""
 PROMPT = tuple(range(4, 28)) * 4
 
 
 def settings(args: ModelArgs) -> dict[str, object]:
-    return {"r": args.lora_rank, "lora_alpha": args.adapter_alpha, "target_modules": args.lora_targets}
+    scale = {"r": args.lora_rank, "lora_alpha": args.adapter_alpha, "use_rslora": args.use_rslora}
+    return {**scale, "target_modules": args.lora_targets}
 
 
 def adapted(folder: Path, index: int) -> PackedPolicy:

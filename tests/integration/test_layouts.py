@@ -16,6 +16,7 @@ from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.integration.layout_rank import (
     ADAPTED,
     ADAPTED_RESUMED,
+    ADAPTER,
     CRITICS,
     HALF,
     LAYOUTS,
@@ -30,6 +31,7 @@ from tests.integration.layout_rank import (
     learn,
 )
 from tests.integration.rank_processes import run_ranks
+from tests.trainer.peft_adapter import write_adapter
 
 pytestmark = pytest.mark.timeout(600)  # four ranks beside the tests of the mesh, on two cores
 ONE = (1, 1)
@@ -37,7 +39,9 @@ ONE = (1, 1)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tied Qwen2, its vocabulary a multiple of 2 alone, and an untied Qwen3 with grouped keys and norms of heads."""
+    """A tied Qwen2, its vocabulary a multiple of 2 alone, and an untied Qwen3 with grouped keys and norms of heads, whose
+    adapters start from those of a folder.
+    """
     from transformers import Qwen3Config
 
     folder = tmp_path_factory.mktemp("models")
@@ -55,6 +59,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tie_word_embeddings=False,
         architectures=["Qwen3ForCausalLM"],
     ).save_pretrained(folder / "untied")
+    args = ModelArgs(lora_target=TARGETS["untied"], lora_rank=3)
+    write_adapter(folder / "untied", folder / "untied" / ADAPTER, args)
     return folder
 
 

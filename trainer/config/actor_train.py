@@ -7,7 +7,7 @@ from pydantic import Field, JsonValue, field_validator
 from offbeat.envs.config import Config
 from offbeat.services.devices import DeviceMapping
 from offbeat.services.generation.config import AttentionName
-from offbeat.trainer.config.conditions import SET, ConditionalConfig, OnlyWith
+from offbeat.trainer.config.conditions import SET, ConditionalConfig, OnlyWith, OnlyWithAny
 from offbeat.trainer.config.roles import RoleModelArgs, TrainDtype
 from offbeat.trainer.config.schedule import ScheduleArgs
 
@@ -25,14 +25,22 @@ class ModelArgs(ConditionalConfig):
     """
     disable_gradient_checkpointing: bool = True
     """False recomputes activations to save memory."""
+    adapter_name_or_path: str | None = Field(default=None, min_length=1)
+    """LoRA adapter to start from, in PEFT's form: a local folder, or an id of the hub. It is the policy of version 0, and
+    the reference. Left out, `lora_target`, `lora_rank`, `lora_alpha` and `use_rslora` are the adapter's.
+    """
     lora_target: str | None = Field(default=None, min_length=1)
     """Layers with LoRA: comma-separated name suffixes (`q_proj,v_proj`) or `all-linear`; others are frozen. None trains
     all.
     """
-    lora_rank: Annotated[int, OnlyWith(lora_target=SET)] = Field(default=8, ge=1)
+    lora_rank: Annotated[int, OnlyWithAny(lora_target=SET, adapter_name_or_path=SET)] = Field(default=8, ge=1)
     """Rank of adapters."""
-    lora_alpha: Annotated[float | None, OnlyWith(lora_target=SET)] = Field(default=None, gt=0)
+    lora_alpha: Annotated[float | None, OnlyWithAny(lora_target=SET, adapter_name_or_path=SET)] = Field(
+        default=None, gt=0
+    )
     """Numerator of the scale alpha / rank; None is twice the rank."""
+    use_rslora: Annotated[bool, OnlyWithAny(lora_target=SET, adapter_name_or_path=SET)] = False
+    """Scale alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732)."""
 
     @property
     def lora_targets(self) -> str | list[str]:
@@ -45,8 +53,12 @@ class ModelArgs(ConditionalConfig):
         return 2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
 
     @property
+    def has_adapters(self) -> bool:
+        return self.lora_target is not None or self.adapter_name_or_path is not None
+
+    @property
     def without_adapters(self) -> "ModelArgs":
-        return self.model_copy(update={"lora_target": None})
+        return self.model_copy(update={"lora_target": None, "adapter_name_or_path": None})
 
     def of_role(self, role: RoleModelArgs) -> "ModelArgs":
         """Return the arguments of a role's model, without adapters; with `shared_prefix` its attention is packed, too."""
@@ -179,7 +191,7 @@ class ActorTrainConfig(Config):
         if "learning_rate" in self.training_args.model_fields_set:
             return self
         rate = TINY_LR if pretrain == "tiny" else PRETRAINED_LR
-        rate *= LORA_LR_FACTOR if self.model_args.lora_target else 1.0
+        rate *= LORA_LR_FACTOR if self.model_args.has_adapters else 1.0
         return self.model_copy(update={"training_args": self.training_args.model_copy(update={"learning_rate": rate})})
 
     def with_mapped_processes(self) -> "ActorTrainConfig":

@@ -34,6 +34,15 @@ class OnlyWith:
         return ""
 
 
+class OnlyWithAny(OnlyWith):
+    """Required values of keys declared earlier, of which one suffices."""
+
+    def find_conflict(self, data: Mapping[str, Any]) -> str:
+        """Return the error message, or ""."""
+        conflicts = [OnlyWith(**{key: accepted}).find_conflict(data) for key, accepted in self.needs.items()]
+        return conflicts[0] if all(conflicts) else ""
+
+
 class NotWith:
     """Excluded values of another key of the table. instead: remedy."""
 

@@ -186,7 +186,8 @@ class LearnerRunConfig(LearnerConfig):
         if self.actor_infer.engine.max_lora_rank is None:
             return None
         kind = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none"}
-        return {**kind, "r": args.lora_rank, "lora_alpha": args.adapter_alpha, "target_modules": args.lora_targets}
+        scale = {"r": args.lora_rank, "lora_alpha": args.adapter_alpha, "use_rslora": args.use_rslora}
+        return {**kind, **scale, "target_modules": args.lora_targets}
 
     @property
     def temperature(self) -> float:

@@ -10,7 +10,8 @@ from offbeat.trainer.engines.base import TrainEngine
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.engines.rank_passes import OnRanks
 from offbeat.trainer.models.divergence import ReferenceStates
-from offbeat.trainer.models.lora import named_weights, without_adapters
+from offbeat.trainer.models.initial_adapter import with_initial_adapters
+from offbeat.trainer.models.lora import named_weights
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import PackedPolicy, Sampled
 
@@ -78,18 +79,18 @@ class FrozenModel(OnRanks):
             yield name, self._masters.get(name, parameter.detach())
 
 
-class AdapterFreeReference:
-    """Policy with its adapters disabled."""
+class FirstPolicyReference:
+    """Policy with the adapters that it started from, or with none."""
 
     def __init__(self, engine: TrainEngine[Sampled], policy: PackedPolicy) -> None:
         self._engine = engine
         self._policy = policy
 
     def infer(self, batch: Sequence[PackedInput]) -> list[Tensor]:
-        with without_adapters(self._policy):
+        with with_initial_adapters(self._policy):
             return self._engine.infer(batch)
 
     def hidden_states(self, batch: Sequence[PackedInput]) -> list[ReferenceStates]:
         """Return vocabulary distributions; weights must be unsharded (below ZeRO-3, no FSDP2)."""
-        with without_adapters(self._policy):
+        with with_initial_adapters(self._policy):
             return [self._policy.eval().hidden_states(x.to(self._engine.device)) for x in batch]

@@ -15,7 +15,7 @@ from transformers.distributed.tensor_parallel import (
 )
 
 from offbeat.trainer.config.model_split import find_obstacle
-from offbeat.trainer.models.lora import ADAPTER, adapted_layers
+from offbeat.trainer.models.lora import adapted_layers
 
 EMBEDDINGS = ("lm_head", "embed_tokens")
 """Whole if the vocabulary is not divisible."""
@@ -70,12 +70,12 @@ def _split(module: nn.Module, name: str, style: TensorParallelLayer, mesh: Devic
 
 
 def _split_parts(layer: Any, style: str) -> list[nn.Module]:
-    """Return what is split of an adapted layer: the base, and the factor that has the split dimension.
+    """Return what is split of an adapted layer: the base, and the factor of each adapter that has the split dimension.
 
     The other factor is whole on each rank, with the same gradient, as its input or output is.
     """
     factor = layer.lora_A if style == "rowwise" else layer.lora_B
-    return [layer.base_layer, factor[ADAPTER]]
+    return [layer.base_layer, *factor.values()]
 
 
 def find_unknown_style(model_type: str, plan: Mapping[str, str]) -> str:

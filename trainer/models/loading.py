@@ -17,6 +17,7 @@ from offbeat.services.chat.vision import ImageProcessor, model_family
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.config.roles import CriticModelType
 from offbeat.trainer.models.attention import PACKED_ATTENTION
+from offbeat.trainer.models.initial_adapter import load_initial_adapter
 from offbeat.trainer.models.limits import needs_eager_attention, packing_problem
 from offbeat.trainer.models.lora import add_adapters
 from offbeat.trainer.models.multimodal import freeze_towers, is_trained_on_text
@@ -105,6 +106,8 @@ def _load_policy(folder: Path, args: ModelArgs, seed: int, temperature: float) -
     model = _load(auto, folder, args, seed)
     if args.lora_target is not None:
         add_adapters(model, args, seed)
+    if args.adapter_name_or_path is not None:
+        load_initial_adapter(model, args, Path(args.adapter_name_or_path))
     if model_family(folder) is not None:
         return PackedVisionPolicy(model, temperature, ImageProcessor(folder))
     return PackedPolicy(model, temperature)

@@ -1,11 +1,10 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) through PEFT.
 
-Invariants: new adapters change no output; only adapters are trained; checkpoints contain W + alpha/rank B A under
-Hugging Face names.
+Invariants: new adapters change no output; only adapters are trained; checkpoints contain W + scale B A under Hugging
+Face names.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +17,8 @@ from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.models.multimodal import towers
 
 ADAPTER = "default"
+INITIAL = "initial"
+"""Frozen copy of an adapter that training started from; never exported."""
 BASE = ".base_layer."
 """PEFT's infix."""
 FACTORS = (".lora_A.", ".lora_B.")
@@ -38,10 +39,10 @@ def add_adapters(model: nn.Module, args: ModelArgs, seed: int) -> None:
     paths = _target_paths(model, args)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapters(model, paths, rank=args.lora_rank, alpha=args.adapter_alpha, name=ADAPTER)
+        inject_adapters(model, paths, args, ADAPTER)
 
 
-def inject_adapters(model: nn.Module, paths: Sequence[str], *, rank: int, alpha: float, name: str) -> None:
+def inject_adapters(model: nn.Module, paths: Sequence[str], args: ModelArgs, name: str) -> None:
     """Adapt the linear layers of exactly these paths."""
     from peft import LoraConfig, inject_adapter_in_model  # slow to import  # noqa: PLC0415
 
@@ -49,7 +50,12 @@ def inject_adapters(model: nn.Module, paths: Sequence[str], *, rank: int, alpha:
     wrapper = nn.Module()
     wrapper.model = model
     targets = [f"model.{path}" for path in paths]
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets)  # pyright: ignore[reportArgumentType]
+    config = LoraConfig(
+        r=args.lora_rank,
+        lora_alpha=args.adapter_alpha,  # pyright: ignore[reportArgumentType]
+        use_rslora=args.use_rslora,
+        target_modules=targets,
+    )
     inject_adapter_in_model(config, wrapper, name)
 
 
@@ -88,19 +94,6 @@ def _target_paths(model: Any, args: ModelArgs) -> list[str]:
     if not paths:
         raise ValueError(f"{target} names no layer of {kind}: name linear layers, or set all-linear")
     return paths
-
-
-@contextmanager
-def without_adapters(model: nn.Module) -> Iterator[None]:
-    # `enable_adapters` would set requires_grad as well, which FSDP2 keeps in two parameters, of which a layer shows one
-    layers = adapted_layers(model).values()
-    for layer in layers:
-        layer._disable_adapters = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer._disable_adapters = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +151,8 @@ def merged_weights(module: nn.Module) -> Iterator[ExportedWeight]:
 def unmerged_weights(module: nn.Module, wrapper: str) -> Iterator[ExportedWeight]:
     """Yield base weights, and adapter factors by PEFT's names."""
     for name, parameter in named_weights(module):
+        if f".{INITIAL}." in name:
+            continue
         if any(factor in name for factor in FACTORS):
             exported_name = PREFIX + name.removeprefix(wrapper).replace(f".{ADAPTER}.", ".")
         else:
@@ -172,6 +167,7 @@ def save_adapter(folder: Path, factors: Mapping[str, Tensor], args: ModelArgs, b
     config = LoraConfig(
         r=args.lora_rank,
         lora_alpha=args.adapter_alpha,  # pyright: ignore[reportArgumentType]
+        use_rslora=args.use_rslora,
         target_modules=layers,
         task_type="CAUSAL_LM",
         base_model_name_or_path=str(base.resolve()),

@@ -63,7 +63,7 @@ class AdapterPool:
         name = f"adapter{self._created}"
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(lora.seed)
-            inject_adapters(self.policy.model, layers, rank=lora.rank, alpha=ALPHA, name=name)
+            inject_adapters(self.policy.model, layers, _args(lora.rank), name)
         self._make_trainable()
         for parameter in self.parameters(name).values():
             parameter.data = parameter.data.float()  # PEFT takes the base's type, in which small steps are lost
@@ -105,8 +105,7 @@ class AdapterPool:
 
     def save(self, folder: Path, factors: Mapping[str, Tensor], rank: int) -> None:
         """Write a PEFT adapter."""
-        args = ModelArgs(lora_target="all-linear", lora_rank=rank, lora_alpha=ALPHA)
-        save_adapter(folder, factors, args, self._folder)
+        save_adapter(folder, factors, _args(rank), self._folder)
 
     def _make_trainable(self) -> None:
         """Let every adapter receive gradients, of which PEFT allows the active one alone."""
@@ -114,6 +113,10 @@ class AdapterPool:
         for layer in self._adapted:
             layer.lora_A.requires_grad_(True)
             layer.lora_B.requires_grad_(True)
+
+
+def _args(rank: int) -> ModelArgs:
+    return ModelArgs(lora_target="all-linear", lora_rank=rank, lora_alpha=ALPHA)
 
 
 def _add_adapters(spans: Sequence[Span], layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.base import TrainEngine
 from offbeat.trainer.engines.deepspeed import DeepSpeedLogprobModel
 from offbeat.trainer.engines.factory import make_engine
-from offbeat.trainer.engines.frozen import AdapterFreeReference, FrozenModel, LogprobModel, MovableModel
+from offbeat.trainer.engines.frozen import FirstPolicyReference, FrozenModel, LogprobModel, MovableModel
 from offbeat.trainer.engines.process_group import READY, Ranks, barrier, broadcast, gather
 from offbeat.trainer.engines.state_files import load_tensors
 from offbeat.trainer.models.export import copy_model_files, export_weights
@@ -254,7 +254,7 @@ class PolicyTrainer:
     def _build_reference(self, folder: Path) -> LogprobModel | None:
         """Return the reference, if needed. folder: of the first weights."""
         if self._refers_to_start and self._uses_adapters and isinstance(self._model, PackedPolicy):
-            return AdapterFreeReference(self._policy, self._model)
+            return FirstPolicyReference(self._policy, self._model)
         if not self._config.needs_reference:
             return None
         role = self._config.reference

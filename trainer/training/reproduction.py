@@ -189,7 +189,9 @@ def _trained_config(run: LearnerRun, checkpoint: Checkpoint) -> LearnerRunConfig
         raise ControlError(
             f"{checkpoint.path} was trained with {', '.join(sorted(unnamed))}, which the run's configuration does not name"
         )
-    train = config.actor_train.model_copy(update={"device": here.actor_train.device})
+    adapter = {"adapter_name_or_path": here.actor_train.model_args.adapter_name_or_path}
+    args = config.actor_train.model_args.model_copy(update=adapter)
+    train = config.actor_train.model_copy(update={"device": here.actor_train.device, "model_args": args})
     return config.model_copy(update={"actor_train": train, "output_dir": here.output_dir, "pretrain": here.pretrain})
 
 

@@ -57,7 +57,10 @@ def _file_inputs(run: LearnerRun, role: ScoredRole) -> list[object]:
         if folder is not None
         else [run.config.tiny.model_dump(mode="json"), own.choose_seed(run.config.seed)]
     )
-    args = run.config.actor_train.model_args.of_role(role.config.model_args)
+    policy = run.config.actor_train.model_args
+    if own.own_folder is None and policy.adapter_name_or_path is not None:
+        weights = [*weights, *_weight_files(Path(policy.adapter_name_or_path))]
+    args = policy.of_role(role.config.model_args)
     return [weights, args.dtype, run.config.temperature, _distilled(run)]
 
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from offbeat.deploy.config.checks.initial_adapter import check_adapter
 from offbeat.deploy.config.checks.weight_files import weight_shapes
 from offbeat.deploy.config.run import RunConfig
 from offbeat.trainer.config.issue import ConfigIssue
@@ -109,10 +110,11 @@ def _linear_layers(config: RunConfig) -> tuple[list[str], list[str]]:
 
 def check_lora(config: RunConfig) -> Iterator[ConfigIssue]:
     yield from check_shared_engine(config)
+    yield from check_adapter(config)
     max_rank, args = config.actor_infer.engine.max_lora_rank, config.actor_train.model_args
     if max_rank is None:
         return
-    if args.lora_target is None:
+    if not args.has_adapters:
         yield ConfigIssue(
             KEY, "all weights are trained and there is no adapter to serve: set actor_train.model_args.lora_target"
         )

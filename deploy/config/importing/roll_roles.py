@@ -140,6 +140,9 @@ PACKING: tuple[tuple[str, Rule], ...] = (
 )  # fmt: skip
 TRAINING: tuple[tuple[str, Rule], ...] = (
     ("actor_train.strategy_args.strategy_name", _train_strategy),
+    ("actor_train.router_replay.mode", become("router_replay", lambda _: True, "", "R3")),
+    ("*.router_replay.mode", same("", "disable")),
+    ("*.router_replay.**", missing("router_replay replays the engine's experts (R3), not the learner's own (R2)")),
     (f"{TRAIN_CONFIG}.{'|'.join(SHARDING)}|virtual_pipeline_model_parallel_size", _parallel_size),
     (f"{TRAIN_CONFIG}.expert_model_parallel_size|ep_size|efsdp_size", _parallel_size),
     (f"{TRAIN_CONFIG}.use_distributed_optimizer", _distributed_optimizer),
@@ -163,7 +166,7 @@ TRAINING: tuple[tuple[str, Rule], ...] = (
     *((f"{role}.{name}", rule) for role in ("*", "teacher.*") for name, rule in PACKING),
     ("actor_infer.model_args.lora_rank", _lora_rank_of_engine),
     ("actor_infer.model_args.lora_*", same("as actor_train")),
-    ("actor_infer.model_args.lora_target|lora_alpha|lora_dropout", same("as actor_train")),
+    ("actor_infer.model_args.lora_target|lora_alpha|lora_dropout|adapter_name_or_path", same("as actor_train")),
     ("*.model_args.lora_dropout", same("", 0.0, 0)),
     ("*.model_args.lora_dropout", missing("adapters have no dropout: sampled and trained logprobs would differ")),
     ("*.model_args.freeze_module_prefix", missing("freeze all but adapters by lora_target, or train all")),

@@ -260,6 +260,7 @@ RULES: Rules = (
     ("use_peft", same("lora_target")),
     ("lora_r", _only_with_peft(f"{MODEL}.lora_rank")),
     ("lora_alpha", _only_with_peft(f"{MODEL}.lora_alpha")),
+    ("use_rslora", _only_with_peft(f"{MODEL}.use_rslora")),
     ("lora_target_modules", _only_with_peft(f"{MODEL}.lora_target")),
     ("lora_dropout", missing("adapters have no dropout")),
     ("dataset_name", take_dataset),

@@ -377,7 +377,7 @@ def _defaults(source: Tree) -> Iterator[tuple[str, Any]]:
     yield f"{ARGS}.adam_beta2", 0.999
     if get(source, STRATEGY) != MEGATRON:
         yield f"{ARGS}.decay_all_weights", True  # Megatron's optimizer spares norms and biases
-    if is_set(source, f"{MODEL}.lora_rank") or is_set(source, f"{MODEL}.lora.rank"):
+    if any(is_set(source, f"{MODEL}.{name}") for name in ("lora_rank", "lora.rank", "lora_adapter_path")):
         yield f"{ARGS}.learning_rate", 1e-6
     if is_set(source, f"{MODEL}.lora.rank"):
         yield ".".join(LORA_TARGET), ",".join(MEGATRON_LAYERS.values())

@@ -40,6 +40,7 @@ MEGATRON_LAYERS = {
     "linear_fc2": "down_proj",
 }  # fmt: skip
 LORA_TARGET = ("actor_train", "model_args", "lora_target")
+WITH_ADAPTER = "a KL's reference has it, too; verl's is the model without"
 ULYSSES = ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")
 PROFILED = "global_profiler.steps and tool torch or torch_memory are taken (docs/learner.md)"
 PROFILERS = {"torch": "profiler_timeline", "torch_memory": "profiler_memory"}
@@ -170,6 +171,10 @@ def _adapters(target: str) -> Rule:
     return only_with(f"{MODEL}.lora_rank", rule)
 
 
+def _of_adapter(key: Key) -> Outcome | None:
+    return Outcome("no effect", note="the adapter's own") if get(key.tree, f"{MODEL}.lora_adapter_path") else None
+
+
 def _resume(key: Key) -> Outcome:
     if key.value == "disable":
         return Outcome(
@@ -208,6 +213,9 @@ TRAINING: Rules = (
     (f"{MODEL}.enable_gradient_checkpointing",
      become("actor_train.model_args.disable_gradient_checkpointing", lambda on: not on)),
     ("*.model.use_remove_padding", same("sequences are always packed")),
+    (f"{MODEL}.lora_adapter_path", same("no adapter", None)),
+    (f"{MODEL}.lora_adapter_path", rename("actor_train.model_args.adapter_name_or_path", WITH_ADAPTER)),
+    (f"{MODEL}.lora_rank|lora_alpha|target_modules", _of_adapter),
     (f"{MODEL}.lora_rank", lambda key: Outcome("same", note="no adapters") if key.value == 0
      else _positive("actor_train.model_args.lora_rank")(key)),
     (f"{MODEL}.lora_alpha", _adapters("actor_train.model_args.lora_alpha")),
@@ -236,6 +244,9 @@ TRAINING: Rules = (
     (f"{ACTOR}.ppo_max_token_len_per_gpu", only_with(f"{ACTOR}.use_dynamic_bsz", _token_budget)),
     *((f"{ACTOR}.{name}", rename("actor_train.strategy_args.ulysses_size")) for name in ULYSSES),
     (f"{ACTOR}.ppo_epochs", rename("ppo_epochs")),
+    (f"{ACTOR}.router_replay.mode", same("", "disabled")),
+    (f"{ACTOR}.router_replay.mode", become("router_replay", lambda _: True, "", "R3")),
+    (f"{ACTOR}.router_replay.**", missing("router_replay replays the engine's experts (R3), not the learner's own (R2)")),
     (f"{ACTOR}.strategy", become("actor_train.strategy_args.strategy_name", lambda _: "fsdp2_train", "", "fsdp", "fsdp2")),
     (f"{ACTOR}.strategy", become("actor_train.strategy_args.strategy_name", lambda _: "fsdp2_train",
                                  MEGATRON, "megatron")),
@@ -289,6 +300,7 @@ SAMPLING: Rules = (
     (f"{ROLLOUT}.val_kwargs.n", rename("val_env_manager.group_size")),
     (f"{ROLLOUT}.val_kwargs.do_sample", no_effect("val_kwargs.temperature counts")),
     (f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu|log_prob_micro_batch_size", rename("actor_train.infer_batch_size")),
+    (f"{ROLLOUT}.enable_rollout_routing_replay", same("router_replay has the engine return experts")),
     (f"{ROLLOUT}.mode", same("requests are asynchronous")),
     (f"{ROLLOUT}.calculate_log_probs", same("engines always return them")),
     (f"{ROLLOUT}.do_sample", same("", True)),

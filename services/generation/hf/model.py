@@ -4,7 +4,6 @@ Invariant: a version is complete and fits the model before anything of it is use
 """
 
 # pyright: basic
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from offbeat.services.errors import GenerationError, WeightsError
+from offbeat.services.generation.adapter_settings import read_scaling
 from offbeat.services.generation.engine import PromptScores
 from offbeat.services.generation.hf.attention import ROW_ATTENTION, KvCache
 from offbeat.services.generation.hf.layout import Chunk, StepLayout
@@ -24,7 +24,7 @@ from offbeat.services.generation.hf.sampler import find_top
 from offbeat.services.generation.kv_cache import bytes_per_token, text_config
 from offbeat.services.generation.tensor_file import TensorFile
 
-SETTINGS, ADAPTER, BASE = "adapter_config.json", "adapter_model.safetensors", "model.safetensors"
+ADAPTER, BASE = "adapter_model.safetensors", "model.safetensors"
 """PEFT's file names."""
 PREFIX = "base_model.model."
 
@@ -178,8 +178,7 @@ class PolicyModel:
 
     def read_adapters(self, folder: Path) -> dict[str, Adapter]:
         """Read a PEFT adapter; raises WeightsError if it does not fit the model."""
-        settings = json.loads((folder / SETTINGS).read_text())
-        scaling = settings["lora_alpha"] / settings["r"]
+        scaling = read_scaling(folder)
         modules = dict(self._model.named_modules())
         with TensorFile(folder / ADAPTER) as file:
             tensors = {name.removeprefix(PREFIX): tensor.to(self.dtype, copy=True) for name, tensor in file.items()}

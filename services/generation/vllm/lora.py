@@ -5,7 +5,6 @@ exactly the layers that its file names; the base is compared as without adapters
 """
 
 # pyright: basic
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,11 +14,12 @@ import torch
 from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA, LoRAMapping, VocabParallelEmbeddingWithLoRA
 from vllm.lora.request import LoRARequest
 
+from offbeat.services.generation.adapter_settings import read_scaling
 from offbeat.services.generation.tensor_file import TensorFile
 from offbeat.services.generation.vllm.loading import TOLERANCE, LoadError, fused_names, renamer
 
 NAME, NUMBER = "policy", 1
-SETTINGS, ADAPTER, BASE = "adapter_config.json", "adapter_model.safetensors", "model.safetensors"
+ADAPTER, BASE = "adapter_model.safetensors", "model.safetensors"
 """PEFT's file names."""
 PREFIX = "base_model.model."
 VOCABULARY = (VocabParallelEmbeddingWithLoRA, LogitsProcessorWithLoRA)
@@ -104,7 +104,7 @@ def take_adapter(runner: Any, folder: Path, name: str = NAME, number: int = NUMB
         workers.add_adapter(LoRARequest(name, number, str(folder), load_inplace=True))
         slot = manager.lora_index_to_id.index(number)
         with TensorFile(folder / ADAPTER) as file:
-            _compare(manager.modules, slot, runner.get_model(), file, _scaling(folder))
+            _compare(manager.modules, slot, runner.get_model(), file, read_scaling(folder))
     except Exception:
         if manager.get_adapter(number) is not earlier:
             workers.remove_adapter(number)  # else it would take a slot, on a CPU even that of requests without adapter
@@ -121,11 +121,6 @@ def _wrap(model: Any) -> list[tuple[Any, str, Any]]:
         for name, layer in parent.named_children()
         if isinstance(layer, BaseLayerWithLoRA)
     ]
-
-
-def _scaling(folder: Path) -> float:
-    settings = json.loads((folder / SETTINGS).read_text())
-    return settings["lora_alpha"] / settings["r"]
 
 
 def _compare(layers: dict[str, Any], slot: int, model: Any, file: TensorFile, scaling: float) -> None:

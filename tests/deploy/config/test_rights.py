@@ -163,6 +163,7 @@ PLAIN = {
     ),
     "chat_template": "a name, text rendered in a sandbox, or a file *.jinja read as such",
     "warm_start.tag": "a tag",
+    "actor_train.model_args.adapter_name_or_path": "read as data",
     "actor_train.model_args.lora_target": "names of layers",
     "actor_train.training_args.lr_scheduler_kwargs": "numbers by the names of a fixed table",
     "custom_envs.*.agent_system_template": "text",

@@ -11,10 +11,11 @@ from torch import Tensor
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.data.batch import microbatches, pack
-from offbeat.trainer.engines.frozen import AdapterFreeReference
+from offbeat.trainer.engines.frozen import FirstPolicyReference
 from offbeat.trainer.engines.process_group import Ranks
+from offbeat.trainer.models.initial_adapter import with_initial_adapters
 from offbeat.trainer.models.loading import load_policy
-from offbeat.trainer.models.lora import adapted_layers, merged_weights, save_adapter, without_adapters
+from offbeat.trainer.models.lora import adapted_layers, merged_weights, save_adapter
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
@@ -111,13 +112,13 @@ def test_model_of_the_merged_weights_has_equal_logprobs(folder: Path) -> None:
 def test_disabling_a_trained_adapter_restores_the_base_policy(folder: Path) -> None:
     policy, engine = trained(folder, QV)
     start = logprobs_of(load_policy(folder, ModelArgs(), seed=1))
-    with without_adapters(policy):
+    with with_initial_adapters(policy):
         assert torch.equal(logprobs_of(policy), start)
     assert not torch.allclose(logprobs_of(policy), start, atol=1e-3)
     batch = pack(GROUPS)
     (micro,) = microbatches(batch, range(batch.num_sequences), 10_000)
     x = PackedInput.of(micro.tokens, micro.cu_seqlens, micro.positions)
-    assert torch.equal(AdapterFreeReference(engine, policy).infer([x])[0], start)
+    assert torch.equal(FirstPolicyReference(engine, policy).infer([x])[0], start)
     assert all(p.requires_grad == (".lora_" in name) for name, p in policy.named_parameters())
 
 

@@ -13,7 +13,7 @@ from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.data.batch import pack
 from offbeat.trainer.data.group_codec import pack_group, unpack_group
-from offbeat.trainer.engines.frozen import AdapterFreeReference, FrozenModel
+from offbeat.trainer.engines.frozen import FirstPolicyReference, FrozenModel
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.training.group_scorer import GroupScorer, decode_scores, encode_scores
@@ -89,7 +89,7 @@ def test_a_service_scores_as_the_policy_without_its_adapters(folder: Path):
     for name, parameter in policy.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)
-    inside = GroupScorer(AdapterFreeReference(PlainEngine(policy), policy), config(folder), None).score(GROUPS)
+    inside = GroupScorer(FirstPolicyReference(PlainEngine(policy), policy), config(folder), None).score(GROUPS)
     beside = GroupScorer(model(folder, 1), config(folder), None).score(GROUPS)
     assert all(torch.equal(a, b) for a, b in zip(inside, beside, strict=True))
     adapted = GroupScorer(PlainEngine(policy), config(folder), None).score(GROUPS)

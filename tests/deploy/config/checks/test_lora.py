@@ -122,6 +122,7 @@ def test_adapter_settings_have_pefts_keys() -> None:
         "bias": "none",
         "r": 16,
         "lora_alpha": 32,
+        "use_rslora": False,
         "target_modules": "all-linear",
     }
     merged = validate_tree(compose_tree(CONFIGS / "recipes" / "lora.yaml"))

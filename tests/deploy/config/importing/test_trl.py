@@ -20,6 +20,7 @@ max_length: 2048
 bf16: true
 use_peft: true
 lora_r: 32
+use_rslora: true
 report_to: [tensorboard]
 """
 DPO = """
@@ -67,12 +68,8 @@ def test_fine_tuning_with_lora(tmp_path: Path):
     config = validate_tree(imported.tree)
     assert (config.pipeline, config.rollout_batch_size, config.sequence_length) == ("sft", 16, 2048)
     args = config.actor_train.model_args
-    assert (args.dtype, args.lora_rank, args.lora_alpha, args.lora_target) == (
-        "bfloat16",
-        32,
-        32,
-        "q_proj,v_proj",
-    )  # PEFT's
+    assert (args.dtype, args.lora_rank, args.lora_alpha, args.use_rslora) == ("bfloat16", 32, 32, True)
+    assert args.lora_target == "q_proj,v_proj"  # PEFT's
     assert config.data is not None
     assert (config.data.num_train_epochs, config.data.shuffle, config.data.too_long) == (3, True, "truncate")
     assert config.data.response_key == "completion"

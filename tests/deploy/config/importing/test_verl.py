@@ -306,6 +306,16 @@ OVERLONG = "+reward_model.reward_kwargs.overlong_buffer_cfg"
             },
         ),
         (("actor_rollout_ref.model.lora_alpha=32",), {"actor_train.model_args.lora_alpha": None}),
+        (
+            ("actor_rollout_ref.model.lora_adapter_path=/adapters/sft", "actor_rollout_ref.model.lora_rank=32"),
+            {
+                "actor_train.model_args.adapter_name_or_path": "/adapters/sft",
+                "actor_train.model_args.lora_rank": None,
+                "actor_train.model_args.lora_alpha": None,
+                "actor_train.model_args.lora_target": None,
+                "actor_train.training_args.learning_rate": 1e-6,
+            },
+        ),
         (("algorithm.adv_estimator=grpo_vectorized",), {"adv_estimator": "grpo"}),
         (
             ("+actor_rollout_ref.rollout.stop=['</search>','</answer>']",),

@@ -121,11 +121,11 @@ async def test_a_file_that_does_not_fit_is_refused_and_the_old_weights_serve(
     assert mismatch(policies.models[0], request, completion).max() < FLOAT_NOISE
 
 
-async def test_an_adapter_is_served_on_its_base_and_replaced(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("use_rslora", [False, True])
+async def test_an_adapter_is_served_on_its_base_and_replaced(start: Start, tmp_path: Path, use_rslora: bool) -> None:
     policies = await start(config_of(strategy_args=with_arguments(max_lora_rank=4)))
-    peft = get_peft_model(
-        random_policy(policies.folder, 0), LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"])
-    )
+    adapters = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], use_rslora=use_rslora)
+    peft = get_peft_model(random_policy(policies.folder, 0), adapters)
     for version in range(3):
         generator = torch.Generator().manual_seed(version)
         for name, parameter in peft.named_parameters():
@@ -134,7 +134,7 @@ async def test_an_adapter_is_served_on_its_base_and_replaced(start: Start, tmp_p
         folder = tmp_path / f"adapter-{version}"
         peft.save_pretrained(str(folder))
         settings = json.loads((folder / "adapter_config.json").read_text())
-        assert (settings["r"], settings["lora_alpha"]) == (4, 8)
+        assert (settings["r"], settings["lora_alpha"], settings["use_rslora"]) == (4, 8, use_rslora)
         if version == 0:
             (folder / "model.safetensors").symlink_to(policies.files[0])
         await policies.engine.stage(folder)

@@ -1,0 +1,80 @@
+"""Checks of the adapter that a run starts from."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from offbeat.deploy.config.checks.weight_files import weight_shapes
+from offbeat.deploy.config.defaults import scale_keys
+from offbeat.deploy.config.run import RunConfig
+from offbeat.trainer.config.adapter_files import ADAPTER_CONFIG, AdapterError, AdapterFiles, read_adapter
+from offbeat.trainer.config.issue import ConfigIssue
+
+logger = logging.getLogger(__name__)
+
+ARGS = "actor_train.model_args"
+KEY = f"{ARGS}.adapter_name_or_path"
+TARGET = "lora_target"
+
+
+def check_adapter(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield an adapter that can't be read, or that other keys contradict."""
+    args, folder = config.actor_train.model_args, Path(config.pretrain)
+    if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
+        yield ConfigIssue("pretrain", f"{folder} is a LoRA adapter: set pretrain to its base, and {KEY} to the adapter")
+    if args.adapter_name_or_path is None:
+        return
+    if config.warm_start is not None:
+        yield ConfigIssue(KEY, "warm_start trains all weights, before adapters are new: leave one of them out")
+    role = config.reference
+    is_policy = config.needs_reference and role.model_args.model_name_or_path is None
+    if is_policy and role.strategy_args.placement == "service":
+        yield ConfigIssue(
+            "reference.strategy_args.placement",
+            f"a service has the base alone, and the reference is the policy with the adapter of {KEY}: take learner",
+        )
+    try:
+        files = read_adapter(Path(args.adapter_name_or_path))
+    except AdapterError as error:
+        yield ConfigIssue(KEY, str(error))
+        return
+    ours = {"lora_rank": args.lora_rank, "lora_alpha": args.adapter_alpha, "use_rslora": args.use_rslora}
+    for key, value in scale_keys(files).items():
+        if ours[key] != value:
+            shown = [str(each).lower() if isinstance(each, bool) else f"{each:g}" for each in (ours[key], value)]
+            yield ConfigIssue(
+                f"{ARGS}.{key}",
+                f"{shown[0]} contradicts the adapter {files.folder}, which has {shown[1]}: leave it out",
+            )
+    yield from _check_layers(config, files)
+    if files.base and Path(files.base).name not in config.pretrain.replace("--", "/").split("/"):
+        logger.warning("%s was trained on %s, and pretrain is %s", files.folder, files.base, config.pretrain)
+
+
+def _check_layers(config: RunConfig, files: AdapterFiles) -> Iterator[ConfigIssue]:
+    names = config.actor_train.model_args.lora_targets
+    if not isinstance(names, str):
+        endings = tuple(f".{name}" for name in names)
+        others = [layer for layer in files.layers if not f".{layer}".endswith(endings)]
+        new = [name for name in names if not any(f".{layer}".endswith(f".{name}") for layer in files.layers)]
+        if others or new:
+            yield ConfigIssue(
+                f"{ARGS}.{TARGET}",
+                f"{','.join(names)} contradicts the adapter {files.folder}, which is of {','.join(files.targets)}: leave it "
+                "out",
+            )
+    if config.pretrain == "tiny":
+        return
+    try:
+        shapes = dict(weight_shapes(config.pretrain))
+    except (OSError, ValueError):
+        return  # an unreadable model has its own error
+    for layer, (inputs, outputs) in sorted(files.shapes.items()):
+        shape = shapes.get(f"{layer}.weight", [outputs, inputs])
+        if shape != [outputs, inputs]:
+            yield ConfigIssue(
+                KEY,
+                f"{files.folder} is of {layer} with {inputs} inputs and {outputs} outputs, and pretrain has {shape[-1]} and "
+                f"{shape[0]}: take its base ({files.base or 'unnamed'})",
+            )
+            return
