@@ -1,5 +1,6 @@
 """Tiny models of transformers' families, with random weights."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from offbeat.trainer.config.tiny_policy import TinyPolicyConfig, TinyVisionConfig
 from offbeat.trainer.models.packing import PackedInput
+from offbeat.trainer.models.tiny import write_tiny_policy
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -152,6 +155,45 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
         "image_token_index": 60,
     },
 }
+
+
+SEEING: dict[str, dict[str, Any]] = {
+    "qwen3_vl": {
+        "text_config": {
+            "num_hidden_layers": 3,  # what is added after the last one changes no later token
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [8, 4, 4],
+                "mrope_interleaved": True,
+            },
+        },
+        "vision_config": QWEN_VISION | {"depth": 3, "deepstack_visual_indexes": [0, 2]},
+    },
+}
+"""Sizes are those that vLLM takes on a CPU."""
+VISION_FAMILIES = ("qwen2_vl", *SEEING)
+"""Families of `write_vision_policy`."""
+
+
+def write_vision_policy(folder: Path, family: str, words: Sequence[str], **tiny: Any) -> None:
+    """Write a tiny policy with image input and the words of envs, of another family than its own Qwen2-VL.
+
+    tiny: settings of the tiny policy, whose sizes are the language model's.
+    """
+    write_tiny_policy(folder, TinyPolicyConfig(**{"num_hidden_layers": 2, "vision": TinyVisionConfig()} | tiny), words)
+    if family == "qwen2_vl":
+        return
+    path = folder / "config.json"
+    own, settings = json.loads(path.read_text()), SEEING[family]
+    kept = set(SIZES) | {"initializer_range", "rms_norm_eps"}
+    text = {key: value for key, value in own["text_config"].items() if key in kept} | settings["text_config"]
+    vision = settings["vision_config"] | {"out_hidden_size": text["hidden_size"], "initializer_range": 0.1}
+    top = {key: own[key] for key in ("tie_word_embeddings", *(key for key in own if key.endswith("token_id")))}
+    config = AutoConfig.for_model(family, **top, text_config=text, vision_config=vision, dtype="float32")
+    config.architectures = [AutoModelForImageTextToText._model_mapping[type(config)].__name__]
+    config.save_pretrained(folder)
 
 
 def write_multimodal(folder: Path, model_type: str, **changes: Any) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from offbeat.envs.prompts import IMAGE
 from offbeat.trainer.config.adapter_files import AdapterError, AdapterFiles, read_adapter
 from offbeat.trainer.config.aliases import find_keys
 from offbeat.trainer.config.estimators import AGAINST_BEHAVIOR, WITHOUT_RATIO
@@ -25,6 +26,18 @@ def recompute_cut_logprobs(tree: Tree) -> Tree:
     top_p, top_k = args.get("top_p"), args.get("top_k")
     is_cut = (isinstance(top_p, float) and top_p < 1) or (isinstance(top_k, int) and top_k > 0)
     return {**tree, "old_logprobs": "recompute"} if is_cut else tree
+
+
+def read_shown_images(tree: Tree) -> Tree:
+    """Set `image_input`, unless given, if an env shows images."""
+    templates = [table[path[-1]] for path, table in find_keys(tree, "custom_envs.*.agent_template")]
+    if not any(isinstance(template, str) and IMAGE in template for template in templates):
+        return tree
+    train = tree.get("actor_train", {})
+    args = train.get("model_args", {}) if isinstance(train, dict) else None
+    if not isinstance(args, dict) or args.get("image_input") is not None:
+        return tree
+    return {**tree, "actor_train": {**train, "model_args": {**args, "image_input": True}}}
 
 
 def follow_adapter(tree: Tree) -> Tree:

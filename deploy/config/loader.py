@@ -20,7 +20,7 @@ from offbeat.deploy.config import hub, hub_datasets
 from offbeat.deploy.config.checks.data import check_epochs, steps_of_epochs
 from offbeat.deploy.config.checks.devices import local_node
 from offbeat.deploy.config.checks.run import check_run
-from offbeat.deploy.config.defaults import follow_adapter, recompute_cut_logprobs
+from offbeat.deploy.config.defaults import follow_adapter, read_shown_images, recompute_cut_logprobs
 from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.devices import choose_devices, count_gpus
 from offbeat.deploy.config.errors import ConfigError, collect_issues, is_like_known
@@ -280,7 +280,7 @@ def parse_document(text: str) -> dict[str, Any]:
 def validate_tree(tree: dict[str, Any], source: str = "") -> RunConfig:
     """Validate a tree strictly as JSON; raises `ConfigError` with every rejected key."""
     try:
-        text = json.dumps(follow_adapter(recompute_cut_logprobs(tree)))
+        text = json.dumps(follow_adapter(read_shown_images(recompute_cut_logprobs(tree))))
         if JSON_NUL in text:
             raise ConfigError(
                 [ConfigIssue("", "a string contains a NUL character, which paths and names must not")], source

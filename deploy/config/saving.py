@@ -32,8 +32,9 @@ def _implied_keys(config: RunConfig) -> Iterator[Path]:
         yield "actor_train", "training_args", "max_tokens_per_microbatch"
     if args.gradient_accumulation_steps is not None:
         yield "actor_train", "training_args", "num_minibatches"
-    if infer.model_args.dtype == config.actor_train.model_args.dtype:
-        yield "actor_infer", "model_args", "dtype"
+    for name, value in infer.model_args:
+        if value == getattr(config.actor_train.model_args, name):
+            yield "actor_infer", "model_args", name
     for name in config.train_env_manager.generating_args.model_dump(exclude_none=True):
         yield "actor_infer", "generating_args", name
     # Of rows whose answers are sampled it is their limit, too, which may be set

@@ -21,7 +21,7 @@ from offbeat.deploy.run_folder import newest_saved
 from offbeat.envs import registry
 from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.chat.template_override import write_policy_folder
-from offbeat.services.chat.vision import model_family
+from offbeat.services.chat.vision import reads_images
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.messages.types import EpisodeKind, Trajectory
 from offbeat.services.rollout.agents.episode import AgentRuntime, runtime_for
@@ -151,7 +151,8 @@ def find_policy(config: RunConfig, agent: str | Path | None = None) -> Path:
 
 def load_sampler(folder: Path, chat: ChatFormat, target: PlayTarget, seed: int) -> BatchingSampler:
     params = SamplingParams(target.temperature, target.top_p, target.top_k)
-    policy_class = TransformersPolicy if model_family(folder) is None else VisionPolicy
+    has_images = reads_images(folder, target.image_input or target.env.shows_images)
+    policy_class = VisionPolicy if has_images else TransformersPolicy
     policy = policy_class(folder, chat.stop_ids, seed=seed)
     return BatchingSampler(
         policy,

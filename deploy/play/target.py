@@ -32,6 +32,7 @@ class PlayTarget:
     stop_strings: tuple[str, ...] = ()
     prompt_length: int | None = None
     """Of an episode's first prompt, tokens."""
+    image_input: bool | None = None
 
     def with_env_config(self, changes: dict[str, Any]) -> "PlayTarget":
         return replace(self, env=self.env.model_copy(update={"env_config": {**self.env.env_config, **changes}}))
@@ -84,6 +85,7 @@ def build_target(config: RunConfig, tag: str, kind: EpisodeKind = EpisodeKind.TR
         args.max_new_tokens,
         args.stop_strings,
         None if config.data is None else config.data.prompt_length,
+        config.actor_train.model_args.image_input,
     )
 
 

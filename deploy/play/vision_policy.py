@@ -23,7 +23,7 @@ from offbeat.deploy.play.token_sampling import make_warpers
 from offbeat.services.chat.vision import ImageProcessor, stack_images
 from offbeat.services.messages.types import Completion
 from offbeat.trainer.models.packing import Packing
-from offbeat.trainer.models.vision import rope_positions
+from offbeat.trainer.models.vision import deep_features, image_features, rope_positions, take_deep_features
 
 
 class VisionPolicy:
@@ -36,6 +36,7 @@ class VisionPolicy:
             .float()
             .eval()
         )
+        take_deep_features(self._model)
         self._embed: Any = self._model.get_input_embeddings()
         self._stop_ids = torch.tensor(list(stop_ids))
         self._version = parse_version(folder)
@@ -43,7 +44,7 @@ class VisionPolicy:
 
     @torch.inference_mode()
     def complete(self, requests: Sequence[PromptRequest], params: SamplingParams) -> list[Completion]:
-        embedded, mask, positions, following = self._batch(requests)
+        embedded, mask, positions, following, deep = self._batch(requests)
         cache, draw = DynamicCache(config=self._model.config), _make_token_sampler(params)
         tokens: list[Tensor] = []
         logprobs: list[Tensor] = []
@@ -57,6 +58,7 @@ class VisionPolicy:
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,
+                **deep,
             ).logits[:, -1]
             drawn, logprob = draw(logits.float())
             tokens.append(drawn)
@@ -65,6 +67,7 @@ class VisionPolicy:
             embedded = self._embed(drawn[:, None])
             mask = torch.cat([mask, mask.new_ones(len(requests), 1)], dim=1)
             positions, following = following, following + 1
+            deep = {}
         rows = zip(torch.stack(tokens, dim=1).tolist(), torch.stack(logprobs, dim=1).tolist(), requests, strict=True)
         stop_ids = self._stop_ids.tolist()
         return [
@@ -72,30 +75,29 @@ class VisionPolicy:
             for ids, values, request in rows
         ]
 
-    def _batch(self, requests: Sequence[PromptRequest]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return embeddings [B, N, D], mask [B, N], positions [4, B, N] and next positions [4, B, 1]; left-padded."""
+    def _batch(self, requests: Sequence[PromptRequest]) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
+        """Return embeddings [B, N, D], mask [B, N], positions [4, B, N], next positions [4, B, 1], and the argument of
+        `deep_features`; left-padded.
+        """
         longest = max(len(request.prompt) for request in requests)
         embedded = torch.zeros(len(requests), longest, self._embed.embedding_dim)
-        mask = torch.zeros(len(requests), longest, dtype=torch.long)
+        mask, is_image = (torch.zeros(len(requests), longest, dtype=dtype) for dtype in (torch.long, torch.bool))
         positions = torch.zeros(4, len(requests), longest + 1, dtype=torch.long)
+        pixels = [[self._reader.pixels(image.png) for image in request.images] for request in requests]
         for row, request in enumerate(requests):
-            start = longest - len(request.prompt)
+            start, grids = longest - len(request.prompt), [image.grid for image in pixels[row]]
             mask[row, start:] = 1
-            embedded[row, start:], positions[:, row, start:] = self._read(request)
-        return embedded, mask, positions[:, :, :-1], positions[:, :, -1:]
-
-    def _read(self, request: PromptRequest) -> tuple[Tensor, Tensor]:
-        """Return embeddings [N, D], with image features, and positions [4, N + 1]."""
-        embedded = self._embed(torch.tensor(request.prompt))
-        images = [self._reader.pixels(image.png) for image in request.images]
-        if images:
-            patches, grids = map(torch.from_numpy, stack_images(images))
-            features = torch.cat(self._model.model.get_image_features(patches, grids, return_dict=True).pooler_output)
-            positions = torch.cat([torch.arange(p.start, p.start + p.count) for p in request.images])
-            embedded = embedded.index_copy(0, positions, features)
-        packing = Packing.of(torch.tensor([0, len(request.prompt) + 1]))
-        grids = [image.grid for image in images]
-        return embedded, rope_positions(packing, request.images, grids, self._reader.merge)[:, 0]
+            embedded[row, start:] = self._embed(torch.tensor(request.prompt))
+            packing = Packing.of(torch.tensor([0, len(request.prompt) + 1]))
+            positions[:, row, start:] = rope_positions(packing, request.images, grids, self._reader.merge)[:, 0]
+            for image in request.images:
+                is_image[row, start + image.start : start + image.start + image.count] = True
+        deep: dict[str, Any] = {}
+        if images := [image for row in pixels for image in row]:  # in the order of the mask
+            features = image_features(self._model, *map(torch.from_numpy, stack_images(images)))
+            embedded[is_image] = features.tokens
+            deep = deep_features(is_image, features)
+        return embedded, mask, positions[:, :, :-1], positions[:, :, -1:], deep
 
 
 def _make_token_sampler(params: SamplingParams) -> Callable[[Tensor], tuple[Tensor, Tensor]]:

@@ -15,8 +15,15 @@ import numpy.typing as npt
 from offbeat.services.chat.image_files import MALFORMED
 from offbeat.services.errors import RolloutError
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Supported `model_type`s."""
+TEXT_UNLESS_ASKED = ("qwen3_vl",)
+"""Families that are trained on text, without their encoder of images, unless `image_input` is set."""
+IMAGE_INPUT_ADVICE = (
+    f"set tiny.vision to {{}}, or pretrain to a folder of {', '.join(FAMILIES)}, and for {' or '.join(TEXT_UNLESS_ASKED)} "
+    "actor_train.model_args.image_input to true"
+)
+"""What gives a policy image input."""
 MAX_CACHED_IMAGES = 32
 """Up to 20 MB each."""
 MAX_CACHED_COUNTS = 16_384
@@ -36,6 +43,12 @@ def model_family(folder: Path) -> str | None:
     except (OSError, ValueError):
         return None
     return family if family in FAMILIES else None
+
+
+def reads_images(folder: Path, image_input: bool | None) -> bool:
+    """Return whether a folder's policy has image input. image_input: of the configuration."""
+    family = model_family(folder)
+    return family is not None and (family not in TEXT_UNLESS_ASKED or bool(image_input))
 
 
 class ImageProcessor:

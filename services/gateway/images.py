@@ -9,7 +9,7 @@ from offbeat.services.chat.image_tokens import ImageReader
 from offbeat.services.chat.messages import ChatMessage
 from offbeat.services.chat.template import ChatTemplate, UnusableError
 from offbeat.services.chat.token_tree import Prompt, TokenTree
-from offbeat.services.chat.vision import FAMILIES
+from offbeat.services.chat.vision import IMAGE_INPUT_ADVICE
 from offbeat.services.errors import RolloutError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
@@ -40,8 +40,8 @@ class RequestImages:
             reader = self._template.image_tokens.reader
         except RolloutError as error:
             raise UnusableError(
-                "the policy has no image input, and the messages have images: send texts alone, or, for the run, set "
-                f"tiny.vision to {{}}, or pretrain to a folder of {', '.join(FAMILIES)} ({error})"
+                "the policy has no image input, and the messages have images: send texts alone, or, for the run, "
+                f"{IMAGE_INPUT_ADVICE} ({error})"
             ) from error
         names = (f"image {number} of the messages" for number in range(1, 1 + MAX_IMAGES))
         return tuple(

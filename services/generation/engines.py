@@ -5,7 +5,7 @@ Each imports libraries that take seconds, and that the others do not need.
 
 from pathlib import Path
 
-from offbeat.services.chat.vision import model_family
+from offbeat.services.chat.vision import reads_images
 from offbeat.services.errors import GenerationError
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.engine import PolicyEngine, TenantEngine
@@ -46,7 +46,7 @@ async def start_serving(
     """
     config = serving_config(config, version)
     if config.strategy_args.strategy_name == "hf_infer":
-        if model_family(model) is not None:
+        if reads_images(model, config.model_args.image_input):
             raise GenerationError("the policy has image input, and hf_infer reads none: take vllm")
         with uncollected_imports():
             from offbeat.services.generation.hf.engine import HfEngine

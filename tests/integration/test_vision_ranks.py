@@ -6,19 +6,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from offbeat.trainer.config.tiny_policy import TinyPolicyConfig, TinyVisionConfig
 from offbeat.trainer.engines.process_group import Ranks
-from offbeat.trainer.models.tiny import write_tiny_policy
+from tests.families import VISION_FAMILIES, write_vision_policy
 from tests.integration.rank_processes import run_ranks
 from tests.integration.vision_rank import ENGINES, learned
 
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=VISION_FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("seeing")
-    write_tiny_policy(folder, TinyPolicyConfig(num_hidden_layers=2, vision=TinyVisionConfig()), list("abcdef"))
+    write_vision_policy(folder, request.param, list("abcdef"))
     return folder
 
 

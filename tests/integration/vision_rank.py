@@ -55,7 +55,9 @@ def learned(folder: Path, engine: str, ranks: Ranks) -> dict[str, Tensor]:
     """Return weights, norms of the gradients, and what the policy then says."""
     train = ActorTrainConfig(
         model_args=ModelArgs(
-            disable_gradient_checkpointing=engine != "fsdp2", lora_target="all-linear" if "lora" in engine else None
+            image_input=True,
+            disable_gradient_checkpointing=engine != "fsdp2",
+            lora_target="all-linear" if "lora" in engine else None,
         ),
         training_args=SMOOTH,
         strategy_args=StrategyArgs.model_validate(ENGINES[engine]),

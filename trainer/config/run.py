@@ -144,12 +144,13 @@ class LearnerRunConfig(LearnerConfig):
 
     @field_validator("actor_infer")
     @classmethod
-    def _has_a_dtype(cls, value: GenerationConfig, info: ValidationInfo) -> GenerationConfig:
-        train = info.data.get("actor_train")
-        if value.model_args.dtype is not None or not isinstance(train, ActorTrainConfig):
+    def _has_model_args(cls, value: GenerationConfig, info: ValidationInfo) -> GenerationConfig:
+        train, own = info.data.get("actor_train"), value.model_args
+        if not isinstance(train, ActorTrainConfig):
             return value
-        args = value.model_args.model_copy(update={"dtype": train.model_args.dtype})
-        return value.model_copy(update={"model_args": args})
+        implied = {name: getattr(train.model_args, name) for name in type(own).model_fields}
+        missing = {name: implied[name] for name in implied if getattr(own, name) is None}
+        return value.model_copy(update={"model_args": own.model_copy(update=missing)}) if missing else value
 
     @property
     def scoring(self) -> RewardsConfig | None:

@@ -13,7 +13,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from offbeat.services.chat.vision import ImageProcessor, model_family
+from offbeat.services.chat.vision import ImageProcessor, model_family, reads_images
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.config.roles import CriticModelType
 from offbeat.trainer.models.attention import PACKED_ATTENTION
@@ -108,7 +108,7 @@ def _load_policy(folder: Path, args: ModelArgs, seed: int, temperature: float) -
         add_adapters(model, args, seed)
     if args.adapter_name_or_path is not None:
         load_initial_adapter(model, args, Path(args.adapter_name_or_path))
-    if model_family(folder) is not None:
+    if reads_images(folder, args.image_input):
         return PackedVisionPolicy(model, temperature, ImageProcessor(folder))
     return PackedPolicy(model, temperature)
 
@@ -143,7 +143,7 @@ def _load(auto: Any, folder: Path, args: ModelArgs, seed: int, **settings: int) 
         model.set_attn_implementation("eager")  # which masks packed sequences by their positions
     disable_dropout(model)
     pack_recurrent_layers(model, model.config.get_text_config().model_type)
-    if is_trained_on_text(folder):
+    if is_trained_on_text(folder) and not reads_images(folder, args.image_input):
         freeze_towers(model)
     if not args.disable_gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

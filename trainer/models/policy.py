@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from offbeat.services.chat.vision import FAMILIES
+from offbeat.services.chat.vision import IMAGE_INPUT_ADVICE
 from offbeat.trainer.models.distillation import teacher_divergence, top_logprobs
 from offbeat.trainer.models.divergence import ReferenceStates, full_kl
 from offbeat.trainer.models.logprobs import token_logprobs
@@ -88,9 +88,7 @@ class PackedPolicy(nn.Module):
             ValueError: no image input.
         """
         if x.images:
-            raise ValueError(
-                f"the trajectory has images, but this policy has no image input: take one of {', '.join(FAMILIES)}"
-            )
+            raise ValueError(f"the trajectory has images, but this policy has no image input: {IMAGE_INPUT_ADVICE}")
         return self.model(**model_input(x), logits_to_keep=x.predictors, **packed_kwargs(x.packing)).logits[0]
 
     @torch.no_grad()

@@ -15,6 +15,7 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.vocabulary import MissingWordsError, collect_words
 from offbeat.envs.dataset.files import DatasetRows, RowError, open_rows, read_field
 from offbeat.services.chat.assistant_tokens import ConversationError
+from offbeat.services.chat.vision import IMAGE_INPUT_ADVICE
 from offbeat.services.errors import EpisodeError, RolloutError
 from offbeat.services.rollout.data.config import GROUP_SIZES, DataConfig
 from offbeat.services.rollout.data.prompts import DomainRows
@@ -279,6 +280,8 @@ def _check_tokens(config: RunConfig, data: DataConfig, key: str, folder: Path) -
     except RolloutError as error:
         yield ConfigIssue("pretrain", str(error))
         return
+    if not has_vision(config) and any(segment.images for each in trajectories for segment in each.segments):
+        yield ConfigIssue(key, f"its rows have images, and the policy has no image input: {IMAGE_INPUT_ADVICE}")
     if not any(trajectory.num_sampled for trajectory in trajectories):
         yield ConfigIssue(
             "sequence_length",

@@ -7,11 +7,12 @@ from offbeat.deploy.config.checks.lora import KEY as MAX_LORA_RANK
 from offbeat.deploy.config.checks.model import has_vision
 from offbeat.deploy.config.checks.prompts import OnStep
 from offbeat.deploy.config.run import RunConfig
-from offbeat.services.chat.vision import FAMILIES, model_family
+from offbeat.services.chat.vision import FAMILIES, IMAGE_INPUT_ADVICE, TEXT_UNLESS_ASKED, reads_images
 from offbeat.services.rollout.config import EnvManagerConfig
 from offbeat.services.rollout.tasks import train_task
 from offbeat.trainer.config.issue import ConfigIssue
 
+IMAGE_INPUT = "actor_train.model_args.image_input"
 AGENT_IMAGES = (
     "agents are given the env's observations as text only: leave {image} out of agent_template; an agent can send images "
     "of its own"
@@ -57,6 +58,7 @@ def _check_sampler(config: RunConfig, on_step: OnStep) -> Iterator[ConfigIssue]:
 
 
 def _check_vision(config: RunConfig) -> Iterator[ConfigIssue]:
+    yield from _check_image_input(config)
     sees_images = has_vision(config)
     for tag, env in config.custom_envs.items():
         if not env.shows_images:
@@ -65,13 +67,28 @@ def _check_vision(config: RunConfig) -> Iterator[ConfigIssue]:
         if not sees_images:
             yield ConfigIssue(
                 f"{key}.agent_template",
-                "{image} needs a policy with image input: set tiny.vision to {}, or pretrain to a "
-                f"folder of {', '.join(FAMILIES)}",
+                f"{{image}} needs a policy with image input: {IMAGE_INPUT_ADVICE}",
             )
         if env.agent_runner:
             yield ConfigIssue(f"{key}.agent_runner", AGENT_IMAGES)
     if sees_images:
         yield from _check_training(config)
+
+
+def _check_image_input(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield an `image_input` that the policy, or an env, contradicts."""
+    asked, served = config.actor_train.model_args.image_input, config.actor_infer.model_args.image_input
+    if served != asked:
+        message = f"{served}, and that of actor_train.model_args is {asked}: leave it out"
+        yield ConfigIssue("actor_infer.model_args.image_input", message)
+    if asked is None or asked == has_vision(config):
+        return
+    if not asked:
+        families = " and ".join(TEXT_UNLESS_ASKED)
+        yield ConfigIssue(IMAGE_INPUT, f"of {families} alone; others have image input always: leave it out")
+    elif not any(env.shows_images for env in config.custom_envs.values()):  # which have an issue of their own
+        message = f"the policy has no image input: take a folder of {', '.join(FAMILIES)}, or leave it out"
+        yield ConfigIssue(IMAGE_INPUT, message)
 
 
 def _check_training(config: RunConfig) -> Iterator[ConfigIssue]:
@@ -110,6 +127,6 @@ def _check_training(config: RunConfig) -> Iterator[ConfigIssue]:
             yield ConfigIssue(path, f"the policy has image input; {message}")
     for name, teacher in config.teacher.items():
         folder = teacher.model_args.model_name_or_path
-        if not teacher.model_args.is_tiny and model_family(Path(folder)) is None:
+        if not teacher.model_args.is_tiny and not reads_images(Path(folder), train.model_args.image_input):
             path = f"teacher.{name}.model_args.model_name_or_path"
             yield ConfigIssue(path, f"{folder} has no image input, but the policy has")

@@ -9,7 +9,7 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.vocabulary import MissingWordsError
 from offbeat.deploy.run_folder import newest_checkpoint
 from offbeat.deploy.run_setup import POLICY, load_architecture
-from offbeat.services.chat.vision import model_family
+from offbeat.services.chat.vision import reads_images
 from offbeat.services.generation.kv_cache import text_config
 from offbeat.services.generation.tenancy import read_architecture
 from offbeat.services.generation.vllm.engine_arguments import engine_argument_names
@@ -37,7 +37,7 @@ def has_vision(config: RunConfig) -> bool:
     """Return whether the policy has image input."""
     if config.pretrain == "tiny":
         return config.tiny.vision is not None
-    return model_family(Path(config.pretrain)) is not None
+    return reads_images(Path(config.pretrain), config.actor_train.model_args.image_input)
 
 
 def check_engine_arguments(config: RunConfig) -> Iterator[ConfigIssue]:

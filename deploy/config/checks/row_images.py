@@ -8,7 +8,7 @@ from offbeat.deploy.config.checks.prompts import check_with_template, count_tiny
 from offbeat.deploy.config.run import RunConfig
 from offbeat.envs.dataset.prompt import PromptError, read_prompt
 from offbeat.services.chat.assistant_tokens import ConversationError
-from offbeat.services.chat.vision import FAMILIES, ImageProcessor
+from offbeat.services.chat.vision import IMAGE_INPUT_ADVICE, ImageProcessor
 from offbeat.services.errors import RolloutError
 from offbeat.services.rollout.config import PROMPT_ENV, TOOL_ENV, CustomEnv
 from offbeat.services.rollout.data.config import DataConfig
@@ -40,8 +40,7 @@ def check_images(config: RunConfig, images: Images, key: str) -> Iterator[Config
     if not images:
         return
     if not has_vision(config):
-        advice = f"set tiny.vision to {{}}, or pretrain to a folder of {', '.join(FAMILIES)}"
-        yield ConfigIssue(key, f"its rows have images, and the policy has no image input: {advice}")
+        yield ConfigIssue(key, f"its rows have images, and the policy has no image input: {IMAGE_INPUT_ADVICE}")
         return
     for tag in images:
         yield from _check_tag(tag, config.custom_envs[tag])

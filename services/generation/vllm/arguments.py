@@ -4,7 +4,7 @@
 from pathlib import Path
 from typing import Any, get_args
 
-from offbeat.services.chat.vision import model_family
+from offbeat.services.chat.vision import reads_images
 from offbeat.services.generation.config import UTILIZATION, GenerationConfig
 from offbeat.services.malloc import keep_freed_memory
 
@@ -61,7 +61,7 @@ def engine_arguments(config: GenerationConfig, model: Path, sequence_length: int
         # In a placement group vLLM would take Ray's executor
         "distributed_executor_backend": "uni" if config.engine.world_size == 1 else "mp",
     }
-    if model_family(model) is None:
+    if not reads_images(model, config.model_args.image_input):
         arguments |= {"language_model_only": True}  # of a multimodal model, which then has no other weights
     else:
         # pixels come normalised: vLLM would do it again for a folder that names a mean, as those of real models do

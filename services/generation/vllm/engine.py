@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.services.chat.stops import load_decoder
-from offbeat.services.chat.vision import model_family
+from offbeat.services.chat.vision import IMAGE_INPUT_ADVICE, reads_images
 from offbeat.services.errors import GenerationError, RetryableError, RolloutError
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.engine import LoadTimes, SessionCounts
@@ -86,7 +86,7 @@ class VllmEngine:
         arguments["weight_transfer_config"] = WeightTransferConfig(backend=BACKENDS[transport])
         register_model(model)
         image_prompts = None
-        if model_family(model) is not None:
+        if reads_images(model, config.model_args.image_input):
             from offbeat.services.generation.vllm import vision
 
             vision.register()
@@ -175,7 +175,7 @@ class VllmEngine:
         if not request.images:
             return tokens_input(list(request.prompt), cache_salt=salt if self._salted else None)
         if self._image_prompts is None:
-            raise ValueError("the prompt holds images, and this model reads none")
+            raise ValueError(f"the prompt holds images, and this model reads none: {IMAGE_INPUT_ADVICE}")
         return self._image_prompts(request, salt, share_prefixes=self._salted)
 
     async def stage(self, path: Path) -> None:

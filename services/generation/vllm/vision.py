@@ -1,4 +1,4 @@
-"""Qwen2-VL and Qwen2.5-VL for vLLM, fed with preprocessed pixels and expanded placeholders.
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL for vLLM, fed with preprocessed pixels and expanded placeholders.
 
 Invariant: vision tower outputs of one version are never reused under another.
 """
@@ -17,7 +17,7 @@ if is_torchvision_missing():
 
 from vllm import ModelRegistry
 from vllm.inputs.engine import MultiModalInput, mm_input
-from vllm.model_executor.models import qwen2_5_vl, qwen2_vl
+from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_vl
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
@@ -27,8 +27,8 @@ from offbeat.services.messages.types import GenerateRequest
 IMAGE = "image"
 
 
-class Sizes(qwen2_vl.Qwen2VLProcessingInfo):
-    """Limits for vLLM's memory planning."""
+class ImageLimits:
+    """Mixin of limits for vLLM's memory planning."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {IMAGE: None}
@@ -36,6 +36,14 @@ class Sizes(qwen2_vl.Qwen2VLProcessingInfo):
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
         del mm_counts
         return {IMAGE: seq_len}
+
+
+class Qwen2Sizes(ImageLimits, qwen2_vl.Qwen2VLProcessingInfo):
+    """Limits of Qwen2-VL and Qwen2.5-VL."""
+
+
+class Qwen3Sizes(ImageLimits, qwen3_vl.Qwen3VLProcessingInfo):
+    """Limits of Qwen3-VL."""
 
 
 class NoProcessing(qwen2_vl.Qwen2VLMultiModalProcessor):
@@ -48,18 +56,25 @@ class NoProcessing(qwen2_vl.Qwen2VLMultiModalProcessor):
         return mm_input([], MultiModalKwargsItems({}), {}, {})
 
 
-_takes_pixels = MULTIMODAL_REGISTRY.register_processor(
-    NoProcessing, info=Sizes, dummy_inputs=qwen2_vl.Qwen2VLDummyInputsBuilder
-)
+def takes_pixels(sizes: Any) -> Any:
+    """Return a decorator of models. sizes: class of their limits."""
+    return MULTIMODAL_REGISTRY.register_processor(
+        NoProcessing, info=sizes, dummy_inputs=qwen2_vl.Qwen2VLDummyInputsBuilder
+    )
 
 
-@_takes_pixels
+@takes_pixels(Qwen2Sizes)
 class Qwen2VL(qwen2_vl.Qwen2VLForConditionalGeneration):
     """vLLM's model."""
 
 
-@_takes_pixels
+@takes_pixels(Qwen2Sizes)
 class Qwen25VL(qwen2_5_vl.Qwen2_5_VLForConditionalGeneration):
+    """vLLM's model."""
+
+
+@takes_pixels(Qwen3Sizes)
+class Qwen3VL(qwen3_vl.Qwen3VLForConditionalGeneration):
     """vLLM's model."""
 
 
@@ -67,6 +82,7 @@ def register() -> None:
     """Replace vLLM's own models."""
     ModelRegistry.register_model("Qwen2VLForConditionalGeneration", Qwen2VL)
     ModelRegistry.register_model("Qwen2_5_VLForConditionalGeneration", Qwen25VL)
+    ModelRegistry.register_model("Qwen3VLForConditionalGeneration", Qwen3VL)
 
 
 class PromptMaker:

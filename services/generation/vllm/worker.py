@@ -155,9 +155,10 @@ for _backend, _class in (("offbeat_ipc", "IpcEngine"), ("offbeat_nccl", "NcclEng
 for _architecture, _class in (
     ("Qwen2VLForConditionalGeneration", "Qwen2VL"),
     ("Qwen2_5_VLForConditionalGeneration", "Qwen25VL"),
+register_lazily()
 ):
     ModelRegistry.register_model(_architecture, f"offbeat.services.generation.vllm.vision:{_class}")
-register_lazily()
+    ("Qwen3VLForConditionalGeneration", "Qwen3VL"),
 Worker.sleep = tolerate_memory_growth(Worker.sleep)
 cpu_kernels.register()
 # vLLM collects garbage three times while it starts, and would walk all that was imported each time

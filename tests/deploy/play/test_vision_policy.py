@@ -19,10 +19,9 @@ from offbeat.envs.frozen_lake import WORDS, FrozenLakeConfig, FrozenLakeEnv
 from offbeat.services.chat.vision import encode_png
 from offbeat.services.messages.types import PromptImage
 from offbeat.trainer.config.actor_train import ModelArgs
-from offbeat.trainer.config.tiny_policy import TinyPolicyConfig, TinyVisionConfig
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.packing import PackedInput
-from offbeat.trainer.models.tiny import write_tiny_policy
+from tests.families import VISION_FAMILIES, write_vision_policy
 
 pytestmark = pytest.mark.slow
 
@@ -49,13 +48,11 @@ def offbeat(*arguments: object) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-@pytest.fixture(scope="module")
-def vision_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=VISION_FAMILIES)
+def vision_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with `sees`, an untrained vision policy, and `run.yaml`, a run on FrozenLake with images."""
     folder = tmp_path_factory.mktemp("vision_folder")
-    write_tiny_policy(
-        folder / "sees", TinyPolicyConfig(num_hidden_layers=2, vision=TinyVisionConfig()), (*WORDS, "Walk", "to")
-    )
+    write_vision_policy(folder / "sees", request.param, (*WORDS, "Walk", "to"))
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder / "sees"))
     model.save_pretrained(folder / "sees")
@@ -76,7 +73,7 @@ def recorded(vision_folder: Path) -> list[RecordedTokens]:
 
 def test_recorded_vision_logprobs_equal_the_learners(vision_folder: Path, recorded: list[RecordedTokens]):
     """The images are inserted where the recorded file says."""
-    learner = load_policy(vision_folder / "sees", ModelArgs(), seed=1)
+    learner = load_policy(vision_folder / "sees", ModelArgs(image_input=True), seed=1)
     for episode in recorded:
         shown = zip(episode.image_starts, episode.image_tokens, episode.images, strict=True)
         tokens, mask = torch.tensor(episode.tokens), torch.tensor(episode.loss_mask)

@@ -18,20 +18,22 @@ from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.packing import PackedInput, Packing
 from offbeat.trainer.models.tiny import VISION_TOKENS, vocabulary, write_tiny_policy
 from offbeat.trainer.models.vision import PackedVisionPolicy, rope_positions
+from tests.families import VISION_FAMILIES, write_vision_policy
 
+SEEING = ModelArgs(image_input=True)
 WORDS = ("P", "G", "Left", "Down", "Right", "Up")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=VISION_FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("seeing")
-    write_tiny_policy(folder, TinyPolicyConfig(num_hidden_layers=2, vision=TinyVisionConfig()), WORDS)
+    write_vision_policy(folder, request.param, WORDS)
     return folder
 
 
 @pytest.fixture(scope="module")
 def policy(folder: Path) -> PackedVisionPolicy:
-    policy = load_policy(folder, ModelArgs(), seed=1)
+    policy = load_policy(folder, SEEING, seed=1)
     assert isinstance(policy, PackedVisionPolicy)
     return policy
 
@@ -108,7 +110,7 @@ def test_positions_equal_those_of_transformers(folder: Path, policy: PackedVisio
 def test_packed_image_sequences_match_transformers(folder: Path, policy: PackedVisionPolicy) -> None:
     data = Sequences(folder)
     data.sequences[1][18] = 12  # transformers itself would take a sampled placeholder for an image
-    plain = load_policy(folder, ModelArgs(attn_implementation="sdpa"), seed=1).model
+    plain = load_policy(folder, ModelArgs(image_input=True, attn_implementation="sdpa"), seed=1).model
     with torch.no_grad():
         got = policy(data.packed()).logprobs
         expected = []
@@ -140,7 +142,7 @@ def test_logprobs_depend_on_images_and_the_tower_gets_gradients(folder: Path, po
 
 @pytest.mark.parametrize("target", ["all-linear", "q_proj,v_proj"])
 def test_adapters_are_of_the_language_model(folder: Path, policy: PackedVisionPolicy, target: str) -> None:
-    adapted = load_policy(folder, ModelArgs(lora_target=target), seed=1)
+    adapted = load_policy(folder, ModelArgs(image_input=True, lora_target=target), seed=1)
     x = Sequences(folder).packed()
     torch.testing.assert_close(adapted(x).logprobs, policy(x).logprobs, rtol=0, atol=0)
     adapted(x).logprobs.sum().backward()
@@ -152,12 +154,12 @@ def test_adapters_are_of_the_language_model(folder: Path, policy: PackedVisionPo
 
 def test_adapters_of_the_tower_are_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="qkv"):
-        load_policy(folder, ModelArgs(lora_target="qkv"), seed=1)
+        load_policy(folder, ModelArgs(image_input=True, lora_target="qkv"), seed=1)
 
 
 def test_text_policy_rejects_images(tmp_path: Path) -> None:
     write_tiny_policy(tmp_path, TinyPolicyConfig(num_hidden_layers=1), WORDS)
-    policy = load_policy(tmp_path, ModelArgs(), seed=1)
+    policy = load_policy(tmp_path, SEEING, seed=1)
     x = PackedInput.of(
         torch.tensor([1, 2, 3]), torch.tensor([0, 3]), torch.tensor([2]), images=(PromptImage(0, 1, image(1, 1, 1)),)
     )
@@ -171,10 +173,13 @@ def test_text_alone_has_the_same_position_on_every_axis() -> None:
 
 
 @pytest.mark.parametrize("change", [{"depth": 1}, {"embed_dim": 128}, {"num_heads": 1}, {"patch_size": 8}])
-def test_each_setting_of_the_tower_is_written(folder: Path, tmp_path: Path, change: dict[str, int]) -> None:
+def test_each_setting_of_the_tower_is_written(tmp_path: Path, change: dict[str, int]) -> None:
+    write_tiny_policy(tmp_path / "unchanged", TinyPolicyConfig(num_hidden_layers=2, vision=TinyVisionConfig()), WORDS)
     write_tiny_policy(tmp_path, TinyPolicyConfig(num_hidden_layers=2, vision=TinyVisionConfig(**change)), WORDS)
     ((key, value),) = change.items()
-    before, after = (json.loads((path / "config.json").read_text())["vision_config"] for path in (folder, tmp_path))
+    before, after = (
+        json.loads((path / "config.json").read_text())["vision_config"] for path in (tmp_path / "unchanged", tmp_path)
+    )
     assert {name for name in after if after[name] != before[name]} == {key}
     assert after[key] == value
     png = image(1, 2, 2)

@@ -1,10 +1,17 @@
+from pathlib import Path
+
 import pytest
 
+from offbeat.deploy.config.checks.model import has_vision
 from offbeat.deploy.config.checks.run import check_run
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import compose_tree, validate_tree
+from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.config.saving import to_saved_tree
+from offbeat.deploy.config.vocabulary import collect_words
 from offbeat.deploy.play.target import load_config
 from offbeat.trainer.config.aliases import ENGINE
+from tests.families import write_vision_policy
 from tests.paths import CONFIGS
 
 TAG = "custom_envs.FrozenLake"
@@ -77,6 +84,47 @@ def test_a_policy_with_images_trains_in_several_processes(strategy: str):
     overrides = ["+actor_train.num_processes=2", f"+actor_train.strategy_args={strategy}"]
     assert problems("frozen_lake_vision.yaml", *overrides) == {}
     assert problems("frozen_lake_vision.yaml", *overrides, "+actor_train.model_args.lora_target=all-linear") == {}
+
+
+def qwen3_vl(folder: Path, *overrides: str) -> RunConfig:
+    """Return a run on images by a policy that is trained on text unless it is asked."""
+    config = validate_tree(compose_tree(CONFIGS / "frozen_lake_vision.yaml"))
+    write_vision_policy(folder, "qwen3_vl", collect_words(config))
+    return validate_tree(compose_tree(CONFIGS / "frozen_lake_vision.yaml", [f"pretrain={folder}", *overrides]))
+
+
+def test_a_policy_has_image_input_if_an_env_shows_images(tmp_path: Path):
+    """The learner and the engines are told; what is saved says it again."""
+    config = qwen3_vl(tmp_path)
+    assert config.actor_train.model_args.image_input is config.actor_infer.model_args.image_input is True
+    assert check_run(config, cores=2) == []
+    assert validate_tree(to_saved_tree(config)) == config
+    text = qwen3_vl(tmp_path, f"{TAG}.agent_template='{{observation}}'", "warm_start=null")
+    assert text.actor_train.model_args.image_input is text.actor_infer.model_args.image_input is None
+    assert not has_vision(text)
+    assert check_run(text, cores=2) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "says"),
+    [
+        (["+actor_train.model_args.image_input=false"], f"{TAG}.agent_template", "model_args.image_input to true"),
+        (["+actor_infer.model_args.image_input=false"], "actor_infer.model_args.image_input", "leave it out"),
+        (["adv_estimator=gae"], "adv_estimator", "critic has no image input"),
+    ],
+)
+def test_a_contradicted_image_input_is_refused(overrides: list[str], path: str, says: str, tmp_path: Path):
+    found = {issue.path: issue.message for issue in check_run(qwen3_vl(tmp_path, *overrides), cores=2)}
+    assert says in found.get(path, "")
+
+
+@pytest.mark.parametrize(
+    ("config", "value", "says"),
+    [("quickstart.yaml", "true", "no image input"), ("frozen_lake_vision.yaml", "false", "image input always")],
+)
+def test_an_image_input_that_the_model_contradicts_is_refused(config: str, value: str, says: str):
+    key = "actor_train.model_args.image_input"
+    assert says in problems(config, f"+{key}={value}")[key]
 
 
 @pytest.mark.parametrize(
