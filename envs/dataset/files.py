@@ -95,7 +95,7 @@ class TableRows:
     def __init__(self, path: Path, exact: Collection[str] = ()) -> None:
         self._path = path
         self.folder = path if path.is_dir() else path.parent
-        self._table = read_table(path, exact=exact)
+        self._table = read_table(path, key="", exact=exact)
         self.columns = tuple(cast(list[str], self._table.column_names))
         if not len(self._table):
             raise ValueError(f"{path} has no rows")

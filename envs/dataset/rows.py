@@ -82,9 +82,10 @@ def _first_null(table: Any, column: str) -> int | None:
 
 
 def read_table(path: Path, key: str = "dataset_name", exact: Collection[str] = ()) -> Any:
-    """Load a `datasets.Dataset`, with images as stored; raises ValueError, with the setting's key, if unreadable.
+    """Load a `datasets.Dataset`, with images as stored; raises ValueError if unreadable.
 
-    exact: columns whose texts in a .csv file are compared with answers.
+    key: of the setting, for errors; empty if callers name it. exact: columns whose texts in a .csv file are compared with
+    answers.
     """
     datasets = require("datasets", "data")
     table = _load_table(datasets, path, key, exact)
@@ -121,9 +122,9 @@ def _load_table(datasets: Any, path: Path, key: str, exact: Collection[str]) -> 
             )
         return dataset
     if not path.is_file():
-        raise ValueError(f"{key}: no such file: {path}")
+        raise ValueError(f"{_named(key)}no such file: {path}")
     if path.suffix not in READERS:
-        raise ValueError(f"{key}: {path.name} is none of {', '.join(READERS)}, nor a folder saved by datasets")
+        raise ValueError(f"{_named(key)}{path.name} is none of {', '.join(READERS)}, nor a folder saved by datasets")
     return _load_files(datasets, [path], path, exact)
 
 
@@ -132,15 +133,24 @@ def is_saved(folder: Path) -> bool:
     return any((folder / name).exists() for name in SAVED)
 
 
-def list_files(folder: Path, key: str = "dataset_name") -> list[Path]:
-    """Return a folder's files of rows, by name; raises ValueError unless they are of one kind and there."""
+def list_files(folder: Path, key: str = "") -> list[Path]:
+    """Return a folder's files of rows, by name; raises ValueError unless they are of one kind and there.
+
+    key: as in `read_table`.
+    """
     files = sorted(path for path in folder.iterdir() if path.suffix in READERS)
     if len(kinds := {path.suffix for path in files}) != 1:
         has = f"has files of {', '.join(sorted(kinds))}" if kinds else f"has no {', '.join(READERS)} files"
-        raise ValueError(f"{key}: {folder} is not a folder saved by datasets, and {has}: it needs files of one kind")
+        raise ValueError(
+            f"{_named(key)}{folder} is not a folder saved by datasets, and {has}: it needs files of one kind"
+        )
     if missing := next((path for path in files if not path.is_file()), None):
-        raise ValueError(f"{key}: no such file: {missing}")
+        raise ValueError(f"{_named(key)}no such file: {missing}")
     return files
+
+
+def _named(key: str) -> str:
+    return f"{key}: " if key else ""
 
 
 def _load_files(datasets: Any, files: Sequence[Path], path: Path, exact: Collection[str]) -> Any:

@@ -62,6 +62,16 @@ def test_a_folder_needs_files_of_one_kind(tmp_path: Path):
         open_rows(tmp_path)
 
 
+def test_errors_name_no_setting_but_that_of_an_env(tmp_path: Path):
+    """A run has two settings with rows, which its checks name."""
+    (tmp_path / "rows.md").write_text("# Rows")
+    for path, says in ((tmp_path, f"{tmp_path} is not a folder"), (tmp_path / "rows.md", "rows.md is none of")):
+        with pytest.raises(ValueError, match=f"^{says}"):
+            open_rows(path)
+        with pytest.raises(ValueError, match=f"^dataset_name: {says}"):
+            load_rows(path, "question", "answer", "any")
+
+
 def test_a_link_to_nothing_is_no_file(tmp_path: Path):
     write(tmp_path, "csv", 0, ["a"])
     (tmp_path / "00001.csv").symlink_to(tmp_path / "removed")
