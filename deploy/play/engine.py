@@ -35,6 +35,9 @@ from offbeat.services.process import uncollected_imports
 ServedName = Literal["config", "vllm", "hf_infer", "sglang"]
 """Engine of `actor_infer`, or another one by its name there."""
 
+INTERRUPTED = 130
+"""Exit code."""
+
 
 class EngineSampler:
     """Answers of an engine that serves one version."""
@@ -153,11 +156,14 @@ def _stated_failures(name: str, printed: IO[bytes]) -> Iterator[None]:
 
 @contextmanager
 def _interrupts() -> Iterator[None]:
-    """Let Ctrl-C end an engine's start: vLLM catches the `KeyboardInterrupt` in it, and waits for what it has closed."""
+    """Let Ctrl-C end an engine's start: vLLM catches the `KeyboardInterrupt` in it, and waits for what it has closed.
+
+    Where asyncio waits for a thread meanwhile, the exit passes by this context.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, lambda *_: sys.exit())
+    before = signal.signal(signal.SIGINT, lambda *_: sys.exit(INTERRUPTED))
     try:
         yield
     except SystemExit:

@@ -1,6 +1,7 @@
 """Answers of an engine, in an episode."""
 
 import asyncio
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,21 @@ async def test_a_refused_prompt_and_a_dead_engine_cost_the_episode(folder: Path)
         with pytest.raises(EpisodeError, match="generation_refused: a token id is outside the vocabulary"):
             await sample((3, 10**6), 2)
         sample._engine.close()
-        await asyncio.sleep(0)  # its task ends
         with pytest.raises(EpisodeError, match="generation_unavailable: the engine failed"):
             await sample((3, 4), 2)
         assert sample.has_failed
+
+
+def test_an_interrupt_of_a_start_in_a_thread_is_no_success(folder: Path) -> None:
+    """asyncio raises it out of its loop, past the coroutine that waits."""
+    config = load_config(folder / "run.yaml")
+    infer = config.actor_infer.model_copy(update={"strategy_args": EngineStrategy(strategy_name="hf_infer")})
+
+    async def interrupt() -> None:
+        asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
+        async with open_sampler(infer, folder / "policy", build_target(config, "Boxes"), (0,), seed=1):
+            pytest.fail("it started")
+
+    with pytest.raises(SystemExit) as ended:
+        asyncio.run(interrupt())
+    assert ended.value.code == 130
