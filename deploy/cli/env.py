@@ -81,8 +81,15 @@ def list_tasks(
         bool, typer.Option("--solve", help="Run each task's verifier before and after its solution.")
     ] = False,
     image: Annotated[
-        str | None, typer.Option(help="Run them in containers of this image of podman or docker.", show_default=False)
+        str | None,
+        typer.Option(
+            help="Run them in containers of this image of podman or docker; `task`: of each task's own.",
+            show_default=False,
+        ),
     ] = None,
+    build: Annotated[
+        bool, typer.Option("--build", help="With `--image task`: first pull or build the tasks' images.")
+    ] = False,
 ) -> None:
     """List tasks in Harbor's format and which need a container. Exit code 1 if any does, or fails --solve."""
     from pydantic import ValidationError
@@ -91,10 +98,12 @@ def list_tasks(
     from offbeat.envs.harbor.task import find_tasks
     from offbeat.envs.harbor.task_set import OWN_TASKS
     from offbeat.envs.sandbox.backend import check_sandbox
-    from offbeat.envs.sandbox.shell import ShellLimits
+    from offbeat.envs.sandbox.shell import TASK_IMAGE, ShellLimits
 
     try:
-        if image is not None:
+        if build and image != TASK_IMAGE:
+            raise ValueError(f"--build has no effect without --image {TASK_IMAGE}")
+        if image not in (None, TASK_IMAGE):
             check_sandbox(ShellLimits(image=image))
         tasks = find_tasks(folder or OWN_TASKS)
     except ValidationError:
@@ -105,7 +114,7 @@ def list_tasks(
         raise typer.Exit(EXIT_USAGE) from None
     num_bad = 0
     for task in tasks:
-        ok, text = describe_task(task, solve=solve, image=image)
+        ok, text = describe_task(task, solve=solve, image=image, build=build)
         num_bad += not ok
         typer.secho(f"{task.name}: {text}", fg=None if ok else typer.colors.YELLOW)
     typer.echo(f"{len(tasks) - num_bad} of {len(tasks)} tasks {'hold' if solve else 'run here'}")

@@ -5,15 +5,17 @@ it, as it has no network. Before a task's tests arrive, the machine is protected
 """
 
 import asyncio
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from offbeat.envs.harbor.dockerfile import read_dockerfile
 from offbeat.envs.harbor.file_list import SCRIPT, read_entries
+from offbeat.envs.harbor.images import name_image
 from offbeat.envs.harbor.machine import TESTS, TaskMachine
 from offbeat.envs.harbor.task import read_files
 from offbeat.envs.optional_imports import require
-from offbeat.envs.sandbox.shell import ShellLimits, UploadedFile
+from offbeat.envs.sandbox.shell import TASK_IMAGE, ShellLimits, UploadedFile
 
 base: Any = require("harbor.environments.base", "harbor")
 capabilities: Any = require("harbor.environments.capabilities", "harbor")
@@ -42,23 +44,26 @@ class SandboxEnvironment(base.BaseEnvironment):
 
     def _validate_definition(self) -> None:
         """Raise ValueError for a task that needs a container."""
+        if (self.environment_dir / "docker-compose.yaml").is_file():
+            raise ValueError(f"{self.environment_name} needs a container: several services")
+        if self._limits.image == TASK_IMAGE:
+            name_image(self.task_env_config.docker_image, Path(self.environment_dir))
+            return
         build = read_dockerfile(self._dockerfile)
         obstacles = [f"its Dockerfile: {text}" for text in build.obstacles]
         if not self._limits.image:
             obstacles += [f"its Dockerfile: its image {image}" for image in build.images]
             if self.task_env_config.docker_image and not self._dockerfile.is_file():
                 obstacles.append(f"the image {self.task_env_config.docker_image}")
-        if (self.environment_dir / "docker-compose.yaml").is_file():
-            obstacles.append("several services")
         if obstacles:
             raise ValueError(f"{self.environment_name} needs a container: {'; '.join(obstacles)}")
 
     async def start(self, force_build: bool) -> None:  # noqa: ARG002 (each start builds)
         if self.network_policy.network_mode == "public":
             self.logger.warning("%s allows the network, which the sandbox does not have", self.environment_name)
-        build, env = read_dockerfile(self._dockerfile), self._startup_env()
-        task, workdir = self.environment_dir.parent, self.task_env_config.workdir
-        self._machine = await asyncio.to_thread(TaskMachine, task, build, self._limits, workdir=workdir, env=env)
+        config, folder, env = self.task_env_config, Path(self.environment_dir), self._startup_env()
+        start = partial(TaskMachine, docker_image=config.docker_image, workdir=config.workdir, env=env)
+        self._machine = await asyncio.to_thread(start, folder.parent, folder, self._limits)
         await self._upload_environment_dir_after_start()
 
     async def stop(self, delete: bool) -> None:  # noqa: ARG002 (nothing is left)

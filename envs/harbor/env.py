@@ -11,12 +11,12 @@ from gymnasium.utils import seeding
 
 from offbeat.envs.dataset.env import last_group
 from offbeat.envs.harbor.config import HarborConfig
+from offbeat.envs.harbor.images import check_machine
 from offbeat.envs.harbor.machine import TaskError
 from offbeat.envs.harbor.task import HarborTask, TaskStep
 from offbeat.envs.harbor.task_set import load_split
 from offbeat.envs.harbor.trial import TaskTrial, TaskVerdict
 from offbeat.envs.harbor.vocabulary import task_words
-from offbeat.envs.sandbox.backend import check_sandbox
 from offbeat.envs.sandbox.shell import CommandResult, ShellError
 from offbeat.envs.tools.functions import Call, Function, read_calls, write_results
 
@@ -53,10 +53,10 @@ class HarborEnv(gymnasium.Env[str, str]):
     def __init__(self, config: HarborConfig | None = None) -> None:
         """Raises ValueError if a task or this machine's kernel does not fit."""
         self.config = config or HarborConfig()
-        if self.config.needs_shell:
-            check_sandbox(self.config.sandbox)
         self.render_mode = "ansi"
         self._tasks = load_split(self.config)
+        if self.config.needs_shell:
+            check_machine(self._tasks, self.config.sandbox)
         by_template = self.config.function_calling == "template"
         self.functions = tuple(function.schema() for function in (BASH, DONE)) if by_template else ()
         self.system_prompt = FUNCTION_PROMPT if by_template else PROMPT

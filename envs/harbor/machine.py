@@ -7,10 +7,12 @@ dead, and what it put or linked at the verifier's paths is gone.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from offbeat.envs.harbor.dockerfile import Build, BuildCommand, BuildCopy
+from offbeat.envs.harbor.dockerfile import BuildCommand, BuildCopy, read_dockerfile
+from offbeat.envs.harbor.images import image_build, name_image
 from offbeat.envs.harbor.task import read_files
 from offbeat.envs.sandbox.backend import open_shell
-from offbeat.envs.sandbox.shell import HOME, CommandResult, ShellError, ShellLimits, UploadedFile
+from offbeat.envs.sandbox.container_engine import find_image
+from offbeat.envs.sandbox.shell import HOME, TASK_IMAGE, CommandResult, ShellError, ShellLimits, UploadedFile
 
 TESTS, SOLUTION, LOGS = "/tests", "/solution", "/logs"
 VERIFIER_LOGS = "/logs/verifier"
@@ -30,6 +32,8 @@ FOLDERS = (
     "/workspace",
 )
 """Writable ones of each task, besides those of its Dockerfile."""
+OF_VERIFIERS = (TESTS, SOLUTION, LOGS)
+"""Folders in memory where the image is writable."""
 SETUP_TIMEOUT_S = 60.0
 """Of one command of a Dockerfile, or of a step's `setup.sh`."""
 
@@ -40,21 +44,31 @@ class TaskError(RuntimeError):
 
 class TaskMachine:
     def __init__(
-        self, hidden: Path, build: Build, limits: ShellLimits, *, workdir: str | None, env: Mapping[str, str]
+        self,
+        hidden: Path,
+        environment: Path,
+        limits: ShellLimits,
+        *,
+        docker_image: str | None,
+        workdir: str | None,
+        env: Mapping[str, str],
     ) -> None:
-        """hidden: folder that the shell can't read. workdir: in place of the build's. env: of commands, besides the build's.
+        """hidden: folder that the shell can't read. environment: folder of the Dockerfile. docker_image: in its place, with
+        `image: task`. workdir: in place of the image's. env: of commands, besides the image's.
 
         Raises:
             TaskError: a command of the Dockerfile fails.
-            IsolationError: this machine can't isolate a shell.
+            IsolationError: this machine can't isolate a shell, or lacks the image.
             ShellError: it did not start.
         """
-        self._build = build
-        self.workdir = workdir or build.workdir
+        if own_image := limits.image == TASK_IMAGE:
+            limits = limits.model_copy(update={"image": name_image(docker_image, environment)})
+        self._build = image_build(find_image(limits)) if own_image else read_dockerfile(environment / "Dockerfile")
+        self.workdir = workdir or self._build.workdir
         own = () if self.workdir == "/" else (f"/{Path(self.workdir).parts[1]}",)
-        self._folders = tuple(dict.fromkeys((*FOLDERS, *build.folders, *own)))
-        self.shell = open_shell(self._folders, limits, hidden=(str(hidden),))
-        self.env = self.shell.command_env() | {"HOME": "/root"} | build.env | dict(env)
+        self._folders = OF_VERIFIERS if own_image else tuple(dict.fromkeys((*FOLDERS, *self._build.folders, *own)))
+        self.shell = open_shell(self._folders, limits, hidden=(str(hidden),), writable=own_image)
+        self.env = self.shell.command_env() | {"HOME": "/root"} | self._build.env | dict(env)
         try:
             self._set_up()
         except (OSError, ShellError, TaskError) as error:

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from offbeat.envs.harbor.dockerfile import NETWORK, read_dockerfile
+from offbeat.envs.harbor.images import task_image
 from offbeat.envs.harbor.task import EnvironmentSection, HarborTask, TaskFile, TaskStep
-from offbeat.envs.sandbox.shell import command_env
+from offbeat.envs.sandbox.shell import TASK_IMAGE, command_env
 
 TEMPLATE = re.compile(r"\$\{([^}:]+)(:-.*)?\}")
 PROGRAMS = re.compile(
@@ -17,19 +18,30 @@ PROGRAMS = re.compile(
 
 
 @lru_cache(maxsize=4096)
-def find_obstacles(task: HarborTask, *, in_container: bool = False) -> tuple[str, ...]:
+def find_obstacles(task: HarborTask, *, image: str | None = None) -> tuple[str, ...]:
     """Return why a task can't run in a shell of the sandbox; empty if it can.
 
-    in_container: of an image chosen for the task, so that neither its own image nor this machine's programs matter.
+    image: of a container, so that this machine's programs do not matter; `task`: the task's own, where its Dockerfile was
+    carried out.
     """
-    found = [*_of_environment(task), *_of_network(task.file), *_of_verifiers(task, in_container=in_container)]
-    return tuple(dict.fromkeys([*([] if in_container else _of_images(task)), *found]))
+    found = [*_of_images(task, image), *_of_environment(task)]
+    if image != TASK_IMAGE:
+        found += [f"its Dockerfile: {obstacle}" for obstacle in read_dockerfile(task.dockerfile).obstacles]
+    found += [*_of_network(task.file), *_of_verifiers(task, in_container=image is not None)]
+    return tuple(dict.fromkeys(found))
 
 
-def _of_images(task: HarborTask) -> Iterator[str]:
-    if (image := task.file.environment.docker_image) and not task.dockerfile.is_file():
-        yield f"the image {image}"
-    yield from (f"its Dockerfile: its image {image}" for image in read_dockerfile(task.dockerfile).images)
+def _of_images(task: HarborTask, image: str | None) -> Iterator[str]:
+    if image == TASK_IMAGE:
+        try:
+            task_image(task)
+        except ValueError as error:
+            yield str(error)
+    if image is not None:
+        return
+    if (own := task.file.environment.docker_image) and not task.dockerfile.is_file():
+        yield f"the image {own}"
+    yield from (f"its Dockerfile: its image {base}" for base in read_dockerfile(task.dockerfile).images)
 
 
 def _of_environment(task: HarborTask) -> Iterator[str]:
@@ -39,7 +51,6 @@ def _of_environment(task: HarborTask) -> Iterator[str]:
         path.name for path in folder.glob("*") if re.fullmatch(r"(docker-|singularity-)?compose\.ya?ml", path.name)
     ]
     yield from (f"environment/{name}: several services" for name in sorted(others))
-    yield from (f"its Dockerfile: {obstacle}" for obstacle in read_dockerfile(task.dockerfile).obstacles)
     if section.workdir and not section.workdir.startswith("/"):
         yield f"workdir {section.workdir}: not an absolute path"
     users = {

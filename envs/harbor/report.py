@@ -1,25 +1,29 @@
 """What this machine can do with a task."""
 
+from offbeat.envs.harbor.images import ImageBuildError, require_image
 from offbeat.envs.harbor.machine import TaskError
 from offbeat.envs.harbor.obstacles import find_obstacles
 from offbeat.envs.harbor.task import HarborTask, TaskStep
 from offbeat.envs.harbor.trial import TaskTrial
 from offbeat.envs.sandbox import IsolationError
-from offbeat.envs.sandbox.shell import ShellError, ShellLimits
+from offbeat.envs.sandbox.shell import TASK_IMAGE, ShellError, ShellLimits
 
 
-def describe_task(task: HarborTask, *, solve: bool, image: str | None = None) -> tuple[bool, str]:
+def describe_task(task: HarborTask, *, solve: bool, image: str | None = None, build: bool = False) -> tuple[bool, str]:
     """Return whether a task runs in a shell, and text.
 
-    solve: also that its solution earns more than doing nothing. image: run it in a container of this image.
+    solve: also that its solution earns more than doing nothing. image: run it in a container of this image, or its own.
+    build: pull or build its own, if it is missing.
     """
-    if obstacles := find_obstacles(task, in_container=image is not None):
+    if obstacles := find_obstacles(task, image=image):
         return False, f"needs {'a container of its own' if image else 'a container'}: {'; '.join(obstacles)}"
-    if not solve:
-        return True, "runs in a shell"
     try:
+        if image == TASK_IMAGE:
+            require_image(task, build=build)
+        if not solve:
+            return True, "runs in a shell"
         trial = TaskTrial(task, ShellLimits(image=image))
-    except (IsolationError, OSError, ShellError, TaskError) as error:
+    except (ImageBuildError, IsolationError, OSError, ShellError, TaskError) as error:
         return False, str(error)
     try:
         reports = [_solve(trial, step) for step in task.steps]

@@ -7,7 +7,6 @@ import json
 import math
 from typing import Any, NamedTuple, cast
 
-from offbeat.envs.harbor.dockerfile import read_dockerfile
 from offbeat.envs.harbor.machine import SOLUTION, TESTS, VERIFIER_LOGS, TaskError, TaskMachine
 from offbeat.envs.harbor.obstacles import resolve
 from offbeat.envs.harbor.task import HarborTask, TaskStep, read_files
@@ -26,12 +25,17 @@ class TaskTrial:
     def __init__(self, task: HarborTask, limits: ShellLimits) -> None:
         """Raises TaskError, and IsolationError, as `TaskMachine`."""
         self.task = task
-        section = task.file.environment
+        section, folder = task.file.environment, task.folder.resolve()
+        hidden = own_tasks if (own_tasks := OWN_TASKS.resolve()) in folder.parents else folder
         try:
-            build = read_dockerfile(task.dockerfile)
-            folder = task.folder.resolve()
-            hidden = own_tasks if (own_tasks := OWN_TASKS.resolve()) in folder.parents else folder
-            self.machine = TaskMachine(hidden, build, limits, workdir=section.workdir, env=resolve(section.env))
+            self.machine = TaskMachine(
+                hidden,
+                folder / "environment",
+                limits,
+                docker_image=section.docker_image,
+                workdir=section.workdir,
+                env=resolve(section.env),
+            )
         except TaskError as error:
             raise TaskError(f"{task.folder}: {error}") from error
 

@@ -1,7 +1,8 @@
 """A policy's shell in a container of podman or docker, with the operations of `Shell`.
 
-Each operation is an `exec` from outside. Invariants: the image's files are read-only, but for folders in memory; the
-container has neither network nor capabilities; it ends with the process that holds it, even one killed by SIGKILL.
+Each operation is an `exec` from outside. Invariants: the image's files are read-only, but for folders in memory, or in a
+layer of the container's own; it has no network, and no capabilities beyond its files; it ends with the process that holds
+it, even one killed by SIGKILL.
 """
 
 import functools
@@ -19,7 +20,14 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import IO, Literal
 
-from offbeat.envs.sandbox.container_engine import find_image, run_command, seccomp_profile, trusted_env
+from offbeat.envs.sandbox.container_engine import (
+    SYSTEM_PATH,
+    find_image,
+    run_command,
+    seccomp_profile,
+    trusted_env,
+)
+from offbeat.envs.sandbox.layer import check_programs, read_changes, read_loader_files
 from offbeat.envs.sandbox.run import STARTUP_TIMEOUT_S, IsolationError, join_output
 from offbeat.envs.sandbox.shell import (
     HOME,
@@ -71,6 +79,11 @@ for path in /dev/* /dev/.[!.]*; do
   elif [ -c "$path" ]; then echo "$path $(stat -c %t:%T "$path")"; fi
 done
 """
+START = f"""
+missing=
+for program; do command -v "$program" >/dev/null || missing="$missing $program"; done
+[ -z "$missing" ] || {{ echo "it lacks$missing, which its shell needs" >&2; exit 1; }}
+{DEVICES}"""
 KILL = f"""
 kill -9 -1 2>/dev/null
 for path in /proc/[0-9]*; do
@@ -84,13 +97,23 @@ link=$1; shift
 find "$@" -xdev -type d ! -perm -500 -exec chmod u+rwx {} \\;
 find / /dev -xdev -maxdepth 1 -type l -exec sh -c "$link" sh {} + && find "$@" -xdev -type l -exec sh -c "$link" sh {} +
 """
-LINK = 'for path; do target=$(readlink -n "$path"; echo x); printf "%s\\0%s\\0" "$path" "${target%x}"; done'
+WRITTEN = """
+[ -z "$(find / -xdev -name '*
+*' | head -c 1)" ] || { echo "a file name has a line break" >&2; exit 1; }
+exec xargs -0 -r sh -c "$1" sh
+"""
+LINK = """
+for path; do
+  [ -h "$path" ] || continue
+  target=$(readlink -n "$path"; echo x)
+  printf "%s\\0%s\\0" "$path" "${target%x}"
+done
+"""
 CLOSE_TIMEOUT_S = 5.0
 """Of a supervisor; afterwards it removes its container without its worker."""
 MAX_LINKS = 40
 """Of one path, as in the kernel."""
 LIMITS = """
-for program; do command -v "$program" >/dev/null || echo "no program $program"; done
 cd /sys/fs/cgroup
 for file in memory.max memory/memory.limit_in_bytes; do [ -f $file ] && echo "memory $(cat $file)"; done
 for file in pids.max pids/pids.max; do [ -f $file ] && echo "processes $(cat $file)"; done
@@ -101,21 +124,23 @@ for file in pids.max pids/pids.max; do [ -f $file ] && echo "processes $(cat $fi
 class ContainerShell:
     """Shell of one episode in a container; concurrent calls wait for each other."""
 
-    def __init__(self, folders: Sequence[str], limits: ShellLimits) -> None:
-        """folders: writable, in memory, besides `HOME`.
+    def __init__(self, folders: Sequence[str], limits: ShellLimits, *, writable: bool = False) -> None:
+        """folders: writable, in memory, besides `HOME`. writable: the image's files, too, on disk.
 
         Raises:
             IsolationError: podman and docker, or the image, are missing.
             ShellError: the container did not start.
         """
         self.image = find_image(limits)
-        self._limits = limits
+        self._limits, self._writable = limits, writable
         self._lock = threading.Lock()
-        self._folders = tuple(dict.fromkeys((*folders, HOME, *self.image.volumes)))
+        volumes = () if writable else self.image.volumes
+        self._folders = tuple(dict.fromkeys((*folders, HOME, *volumes)))
         self._name = f"offbeat-{uuid.uuid4().hex}"
         self._supervisor: subprocess.Popen[bytes] | None = self._start()
         try:
-            self._devices = self.call("start", DEVICES)
+            self._devices = self.call("start", START, *PROGRAMS)
+            self._loader_files = read_loader_files(self.image, self._name) if writable else {}
         except ShellError:
             self.close()
             raise
@@ -160,13 +185,21 @@ class ContainerShell:
         self.call("clear", CLEAR, *folders)
 
     def unlink_to(self, folders: Sequence[str], targets: Sequence[str]) -> None:
-        """Remove symbolic links below `folders` that lead into `targets`, above them, or into /proc."""
-        fields = os.fsdecode(self.call("unlink_to", LINKS, LINK, *folders)).split("\0")
+        """Remove links below `folders`, or written to the image, that lead into `targets`, above them, or into /proc.
+
+        Raises:
+            ShellError: in a writable image, programs of these operations were changed.
+        """
+        written = self._check_layer() if self._writable else set[str]()
+        listed = self.call("unlink_to", LINKS, LINK, *folders)
+        if written:
+            listed += self.call("unlink_to", WRITTEN, LINK, data=os.fsencode("\0".join(written)))
+        fields = os.fsdecode(listed).split("\0")
         links = dict(zip(fields[::2], fields[1::2], strict=False))
         bad = [
             path
             for path in links
-            if any(path.startswith(f"{folder}/") for folder in folders)
+            if (path in written or any(path.startswith(f"{folder}/") for folder in folders))
             and any(overlap(resolve(path, links), target) for target in (*targets, "/proc"))
         ]
         if bad:
@@ -186,9 +219,12 @@ class ContainerShell:
             raise ShellError("kill: a command replaced files of /dev")
 
     def command_env(self) -> dict[str, str]:
-        """Return a command's variables: the image's, less paths that a command could fill."""
+        """Return a command's variables: the image's, less paths that a command could fill, if most can't be."""
         own = {"HOME": HOME, "TMPDIR": "/tmp", "LANG": "C.UTF-8", "TERM": "dumb"}
-        return {**trusted_env(self.image, self._folders), **own}
+        variables = (
+            {"PATH": SYSTEM_PATH, **self.image.env} if self._writable else trusted_env(self.image, self._folders)
+        )
+        return {**variables, **own}
 
     def close(self) -> None:
         """Remove the container."""
@@ -196,13 +232,23 @@ class ContainerShell:
             _end(self._supervisor)
             self._supervisor = None
 
+    def _check_layer(self) -> set[str]:
+        """Return what was written to a writable image; raises ShellError if it changes programs of the operations."""
+        changes = read_changes(self.image, self._name)
+        check_programs(changes)
+        if read_loader_files(self.image, self._name) != self._loader_files:
+            raise ShellError("programs of the image were changed: their loader's files in /etc")
+        return {change.path for change in changes if change.kind != "D"}
+
     def _start(self) -> "subprocess.Popen[bytes]":
         profile = seccomp_profile(self.image.command)
         with tempfile.TemporaryFile() as errors, tempfile.NamedTemporaryFile("w", suffix=".json") as seccomp:
             seccomp.write(profile or "")
             seccomp.flush()
             path, life_s = seccomp.name if profile else None, str(math.ceil(self._limits.timeout_s))
-            command = run_command(self.image, self._name, self._folders, self._limits, seccomp=path)
+            command = run_command(
+                self.image, self._name, self._folders, self._limits, writable=self._writable, seccomp=path
+            )
             supervisor = subprocess.Popen(
                 ["/bin/sh", "-c", DETACH, "sh", "/bin/sh", "-c", SUPERVISOR, "sh", self._name, life_s, *command],
                 stdin=subprocess.PIPE,
@@ -268,25 +314,24 @@ class ContainerShell:
         return [*self.image.command, "exec", "-i", self._name, "/bin/sh", "-c", script, "sh", *arguments]
 
 
-def check_container(limits: ShellLimits) -> None:
+def check_container(limits: ShellLimits, *, writable: bool = False) -> None:
     """Raise `IsolationError` if containers of the image don't start here, with its programs and within the limits."""
-    _check(limits.image, limits.runtime, limits.memory_mib, limits.max_processes)
+    _check(limits.image, limits.runtime, limits.memory_mib, limits.max_processes, writable)
 
 
 @functools.cache
-def _check(image: str | None, runtime: Literal["runsc"] | None, memory_mib: int, max_processes: int) -> None:
+def _check(
+    image: str | None, runtime: Literal["runsc"] | None, memory_mib: int, max_processes: int, writable: bool
+) -> None:
     limits = ShellLimits(image=image, runtime=runtime, memory_mib=memory_mib, max_processes=max_processes)
     try:
-        shell = ContainerShell(("/tmp",), limits)
+        shell = ContainerShell(("/tmp",), limits, writable=writable)
         try:
-            lines = shell.call("check", LIMITS, *PROGRAMS).decode().split("\n")[:-1]
+            lines = shell.call("check", LIMITS).decode().split("\n")[:-1]
         finally:
             shell.close()
     except ShellError as error:
         raise IsolationError(f"image {image}: {error}") from error
-    missing = [line.removeprefix("no program ") for line in lines if line.startswith("no program ")]
-    if missing:
-        raise IsolationError(f"image {image} lacks {', '.join(missing)}, which its shell needs")
     limited = {"memory": f"memory {memory_mib << 20}", "processes": f"processes {max_processes}"}
     without = [name for name, line in limited.items() if line not in lines]
     if runtime is None and without:

@@ -12,10 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offbeat.envs.sandbox.run import IsolationError
-from offbeat.envs.sandbox.shell import ShellLimits
+from offbeat.envs.sandbox.shell import TASK_IMAGE, ShellLimits
 
 ENGINES = ("podman", "docker")
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+PROTECTED_PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
+"""Where `layer.check_programs` finds changes."""
+FILE_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID")
+"""Of a root whose image is writable: to change files of the image's other users."""
 MAX_OPEN_FILES = 1024
 MAX_NPROC = 4096
 """Of the user who is the container's root; `max_processes` limits the container."""
@@ -39,6 +43,8 @@ class Image(NamedTuple):
     name: str
     env: dict[str, str]
     volumes: tuple[str, ...]
+    workdir: str = "/"
+    user: str = ""
 
 
 def find_image(limits: ShellLimits) -> Image:
@@ -47,37 +53,64 @@ def find_image(limits: ShellLimits) -> Image:
     return _find(limits.image, limits.runtime)
 
 
-@functools.lru_cache(maxsize=64)
+def is_present(limits: ShellLimits) -> bool:
+    """Return whether the image is on this machine; raises IsolationError without podman and docker."""
+    assert limits.image is not None
+    return any(run_engine(engine, "image", "inspect", limits.image).returncode == 0 for engine in find_engines())
+
+
+@functools.lru_cache(maxsize=4096)
 def _find(name: str, runtime: str | None) -> Image:
-    found = [engine for engine in ENGINES if shutil.which(engine)]
-    if not found:
-        raise IsolationError(
-            f"image {name}: neither podman nor docker is on PATH. Install one, or leave out `image` for the kernel sandbox"
-        )
+    if name == TASK_IMAGE:
+        raise IsolationError(f"image {name}: only tasks in Harbor's format have images of their own")
+    found = find_engines(name)
     errors: list[str] = []
     for engine in found:
         command = ("podman", *(("--runtime", runtime) if runtime else ())) if engine == "podman" else ("docker",)
-        result = _ask(*command, "image", "inspect", name)
+        result = run_engine(*command, "image", "inspect", name)
         if not result.returncode:
             config: dict[str, Any] = json.loads(result.stdout)[0].get("Config") or {}
             env = dict(text.split("=", 1) for text in config.get("Env") or () if "=" in text)
-            return Image(command, name, env, tuple(config.get("Volumes") or ()))
+            return Image(command, name, env, tuple(config.get("Volumes") or ()), *_start_of(config))
         errors.append(f"{engine}: {(result.stderr.strip().splitlines() or ['no message'])[-1]}")
-    raise IsolationError(
-        f"image {name} is not on this machine, and a run pulls none (`{found[0]} pull {name}`): {'; '.join(errors)}"
+    how = (
+        "and a run builds none" if name.startswith("localhost/") else f"and a run pulls none (`{found[0]} pull {name}`)"
     )
+    raise IsolationError(f"image {name} is not on this machine, {how}: {'; '.join(errors)}")
+
+
+def find_engines(image: str = TASK_IMAGE) -> list[str]:
+    """Return which of podman and docker are on PATH; raises IsolationError without any."""
+    found = [engine for engine in ENGINES if shutil.which(engine)]
+    if not found:
+        raise IsolationError(
+            f"image {image}: neither podman nor docker is on PATH. Install one, or leave out `image` for the kernel sandbox"
+        )
+    return found
+
+
+def _start_of(config: dict[str, Any]) -> tuple[str, str]:
+    return config.get("WorkingDir") or "/", config.get("User") or ""
 
 
 def run_command(
-    image: Image, name: str, folders: Sequence[str], limits: ShellLimits, *, seccomp: str | None = None
+    image: Image,
+    name: str,
+    folders: Sequence[str],
+    limits: ShellLimits,
+    *,
+    writable: bool = False,
+    seccomp: str | None = None,
 ) -> list[str]:
     """Return the command that starts container `name`.
 
-    folders: in memory; podman copies the image's files into them. seccomp: a file, in place of the default profile.
+    folders: in memory; podman copies the image's files into them. writable: the image's files, too, in a layer of the
+    container's own. seccomp: a file, in place of the default profile.
     """
     memory = f"{limits.memory_mib}m"
-    options = ["--detach", "--name", name, "--pull", "never", "--network", "none", "--read-only", "--user", "0:0"]
+    options = ["--detach", "--name", name, "--pull", "never", "--network", "none", "--user", "0:0"]
     options += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--log-driver", "none", "--no-healthcheck"]
+    options += [f"--cap-add={name}" for name in FILE_CAPABILITIES] if writable else ["--read-only"]
     options += ["--memory", memory, "--memory-swap", memory, "--pids-limit", str(limits.max_processes)]
     limited = {"cpu": limits.cpu_s, "fsize": limits.file_mib << 20, "core": 0}
     limited |= {"nofile": _at_most(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)}
@@ -89,7 +122,8 @@ def run_command(
         options += ["--tmpfs", f"{folder}:rw,exec,nosuid,nodev,size={limits.disk_mib}m,mode={mode}"]
     for variable in image.env:
         options += ["--env", f"{variable}="]
-    options += ["--env", f"PATH={SYSTEM_PATH}", "--stop-timeout", "0", "--workdir", "/", "--entrypoint", "/bin/sh"]
+    path = PROTECTED_PATH if writable else SYSTEM_PATH
+    options += ["--env", f"PATH={path}", "--stop-timeout", "0", "--workdir", "/", "--entrypoint", "/bin/sh"]
     if seccomp is not None:
         options += ["--security-opt", f"seccomp={seccomp}"]
     if image.command[0] == "podman":
@@ -104,7 +138,7 @@ def seccomp_profile(command: tuple[str, ...]) -> str | None:
     """Return podman's profile without new namespaces and mounts, which docker's refuses anyway; None: the default."""
     if command[0] != "podman":
         return None
-    result = _ask(*command, "info", "--format", "{{.Host.Security.SECCOMPProfilePath}}")
+    result = run_engine(*command, "info", "--format", "{{.Host.Security.SECCOMPProfilePath}}")
     path = Path(result.stdout.strip())
     if not path.is_file():
         return None
@@ -130,13 +164,14 @@ def trusted_env(image: Image, folders: Sequence[str]) -> dict[str, str]:
     return {"PATH": SYSTEM_PATH, **kept}
 
 
-def _ask(*command: str) -> "subprocess.CompletedProcess[str]":
+def run_engine(*command: str) -> "subprocess.CompletedProcess[str]":
     """Run podman or docker; raises IsolationError if it does not answer."""
     try:
         return subprocess.run(
             command,
             capture_output=True,
             text=True,
+            errors="surrogateescape",  # paths of a policy's
             check=False,
             stdin=subprocess.DEVNULL,
             timeout=INSPECT_TIMEOUT_S,

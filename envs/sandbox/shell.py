@@ -43,6 +43,8 @@ UPLOAD_BYTES = 1 << 20
 """Per request."""
 IMAGE = r"^[A-Za-z0-9][\w.-]*(:\d+/[\w.-]+)?(/[\w.-]+)*(:[\w.-]+)?(@sha256:[0-9a-f]{64})?$"
 """Names of images, neither options nor transports such as `dir:/path`."""
+TASK_IMAGE = "task"
+"""In place of a name: each task's own image."""
 
 
 class ShellLimits(Limits):
@@ -56,7 +58,9 @@ class ShellLimits(Limits):
     max_files: int = Field(default=20_000, ge=10)
     max_processes: int = Field(default=32, ge=4)
     image: str | None = Field(default=None, pattern=IMAGE)
-    """Image, present on the machine, of a container of podman or docker; None: the kernel sandbox."""
+    """Image, present on the machine, of a container of podman or docker; `task`: each task's own, if it is one of
+    Harbor's; None: the kernel sandbox.
+    """
     runtime: Literal["runsc"] | None = None
     """With `image`: gVisor in place of the default runtime of podman or docker."""
 

@@ -1,6 +1,7 @@
 """Harbor's own trials on the kernel sandbox: `make test-harbor`, as Harbor needs Python 3.12 or newer."""
 
 import json
+import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,20 +18,25 @@ from harbor.trial.trial import Trial
 
 from offbeat.deploy.agents.harbor_trial import SANDBOX, play
 from offbeat.envs.harbor import HarborConfig, HarborEnv
+from offbeat.envs.harbor.images import require_image as build_image
+from offbeat.envs.harbor.images import task_image
+from offbeat.envs.harbor.task import find_tasks
 from offbeat.envs.harbor.task_set import OWN_TASKS
+from offbeat.envs.sandbox.shell import TASK_IMAGE
 from offbeat.services.rollout.agents.task import AgentTask
-from tests.envs.harbor.task_folder import TaskFolder, needs_shell
+from tests.envs.harbor.task_folder import TaskFolder, needs_shell, write_image_task
+from tests.envs.sandbox.images import require_image
 
 pytestmark = needs_shell
 HERE = "tests.deploy.sandboxes.test_harbor:"
 
 
-async def run(task: Path, folder: Path, **agent: Any) -> Any:
+async def run(task: Path, folder: Path, limits: dict[str, Any] | None = None, **agent: Any) -> Any:
     config = TrialConfig(
         task=TaskConfig(path=task),
         trials_dir=folder / "trials",
         agent=AgentConfig(**agent),
-        environment=EnvironmentConfig(**SANDBOX),
+        environment=EnvironmentConfig(**SANDBOX, kwargs={"limits": limits or {}}),
     )
     return await (await Trial.create(config)).run()
 
@@ -100,6 +106,22 @@ async def test_a_task_that_needs_a_container_is_refused(tmp_path: Path):
     folder.write("environment/Dockerfile", "FROM postgres\n")
     with pytest.raises(ValueError, match="needs a container: its Dockerfile: its image postgres"):
         await run(folder.path, tmp_path, name="nop")
+
+
+@pytest.fixture
+def image_task(tmp_path: Path) -> Iterator[Path]:
+    """A task whose own image exists."""
+    require_image()
+    folder = write_image_task(tmp_path / "task", "for Harbor").path
+    (task,) = find_tasks(folder)
+    build_image(task, build=True)
+    yield folder
+    subprocess.run(["podman", "rmi", task_image(task)], check=True, capture_output=True)
+
+
+async def test_a_task_is_solved_in_its_own_image(image_task: Path, tmp_path: Path):
+    result = await run(image_task, tmp_path, limits={"image": TASK_IMAGE}, name="oracle")
+    assert (result.exception_info, result.verifier_result.rewards) == (None, {"reward": 1.0})
 
 
 ANSWERS = ["I sort.\n```bash\nsort names.txt > sorted.txt\n```", "```bash\nsubmit\n```"]

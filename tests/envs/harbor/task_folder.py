@@ -3,9 +3,21 @@
 from pathlib import Path
 
 from offbeat.envs.harbor import HarborConfig, HarborEnv
+from tests.envs.sandbox.images import IMAGE
 from tests.envs.sandbox.test_shell import needs_shell
 
-__all__ = ["TaskFolder", "needs_shell"]
+__all__ = ["TaskFolder", "needs_shell", "write_image_task"]
+DOCKERFILE = f"""
+FROM {IMAGE}
+WORKDIR /tmp
+COPY answer /testbed/answer
+ENV ANSWER=/testbed/answer
+WORKDIR /testbed
+"""
+VERIFIER = """
+cmp -s "$ANSWER" /tests/expected && echo 1 > /logs/verifier/reward.txt
+[ -f /logs/verifier/reward.txt ] || echo 0 > /logs/verifier/reward.txt
+"""
 
 
 class TaskFolder:
@@ -23,3 +35,14 @@ class TaskFolder:
     def env(self, **settings: object) -> HarborEnv:
         settings = {"split": "any", "tasks_dir": self.path, "action_pattern": "^(.*)$", **settings}
         return HarborEnv(HarborConfig.model_validate(settings))
+
+
+def write_image_task(path: Path, answer: str = "wrong") -> TaskFolder:
+    """Write a task for an image of its own, with a wrong answer in it."""
+    task = TaskFolder(path)
+    task.write("environment/Dockerfile", DOCKERFILE)
+    task.write("environment/answer", f"{answer}\n")
+    task.write("tests/test.sh", VERIFIER)
+    task.write("tests/expected", "right\n")
+    task.write("solution/solve.sh", "echo right > answer\n")
+    return task

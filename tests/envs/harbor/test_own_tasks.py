@@ -90,7 +90,7 @@ def test_an_image_stands_for_a_tasks_own(task_folder: TaskFolder, monkeypatch: p
         "its Dockerfile: RUN pip: needs the network",
         "its verifier calls psql (tests/test.sh), which is not installed here",
     )
-    assert find_obstacles(task, in_container=True) == ("its Dockerfile: RUN pip: needs the network",)
+    assert find_obstacles(task, image="ubuntu:24.04") == ("its Dockerfile: RUN pip: needs the network",)
 
 
 @needs_shell

@@ -43,7 +43,10 @@ def require_image() -> str:
 
     If OFFBEAT_PODMAN names podman, that fails the test.
     """
-    reason = _prepare()
+    path = os.environ.get("OFFBEAT_PODMAN") or (str(PODMAN) if PODMAN.exists() else shutil.which("podman"))
+    if path is not None and str(Path(path).parent) not in os.environ["PATH"].split(os.pathsep):
+        os.environ["PATH"] = f"{Path(path).parent}{os.pathsep}{os.environ['PATH']}"
+    reason = _prepare(path)
     if reason and os.environ.get("OFFBEAT_PODMAN"):
         pytest.fail(reason)
     if reason:
@@ -52,16 +55,14 @@ def require_image() -> str:
 
 
 @functools.cache
-def _prepare() -> str:
+def _prepare(path: str | None) -> str:
     """Make the image and run a container of it by podman alone; return why that fails here."""
-    path = os.environ.get("OFFBEAT_PODMAN") or (str(PODMAN) if PODMAN.exists() else shutil.which("podman"))
     if path is None:
         return "podman is neither on PATH, nor named by OFFBEAT_PODMAN, nor made by `make podman`"
     if os.geteuid():
         return "containers are tested as root alone"
     if missing := [name for name in PROGRAMS if not _find_program(name)]:
         return f"the image of the tests needs {', '.join(missing)}, which this machine lacks"
-    os.environ["PATH"] = f"{Path(path).parent}{os.pathsep}{os.environ['PATH']}"
     name = f"offbeat-probe-{uuid.uuid4().hex}"
     try:
         if not _has_image():
