@@ -159,8 +159,8 @@ def config_schema() -> None:
 @config_app.command("import")
 def config_import(
     library: Annotated[
-        Literal["roll", "trl", "verl", "prime-rl"],
-        typer.Argument(metavar="roll|trl|verl|prime-rl", help="Library of the files.", show_default=False),
+        Literal["roll", "trl", "verl", "prime-rl", "areal"],
+        typer.Argument(metavar="roll|trl|verl|prime-rl|areal", help="Library of the files.", show_default=False),
     ],
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Its configurations.", show_default=False)],
     out: Annotated[Path, typer.Option("--out", "-o", help="New file, or folder for several.", show_default=False)],

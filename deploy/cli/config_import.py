@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from offbeat.deploy.config.errors import ConfigError
+from offbeat.deploy.config.importing.areal import import_areal
 from offbeat.deploy.config.importing.fitting import check_imported, find_issues
 from offbeat.deploy.config.importing.prime_rl import import_prime_rl
 from offbeat.deploy.config.importing.prime_rl_files import are_parts
@@ -15,7 +16,7 @@ from offbeat.deploy.config.importing.trl import import_trl
 from offbeat.deploy.config.importing.verl import import_verl
 from offbeat.deploy.config.importing.writing import to_text, to_yaml
 
-LIBRARIES: dict[str, Callable[[Path], Imported]] = {"roll": import_roll, "verl": import_verl}
+LIBRARIES: dict[str, Callable[[Path], Imported]] = {"areal": import_areal, "roll": import_roll, "verl": import_verl}
 PRIME_RL = "prime-rl"
 
 

@@ -1,7 +1,6 @@
 """Configurations of prime-rl: TOML files of `rl` and `sft`, or of a run's trainer, orchestrator and inference."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +78,7 @@ def translate_prime_rl(file: PrimeFile) -> tuple[Tree, list[KeyReport], list[str
     """Return our unvalidated tree, the outcome of each key, and remarks."""
     keys = ((shown, Key(name, value, file.tree)) for shown, name, value in file.keys)
     tree, reports = translate(keys, _decide)
-    reports = [_name_same(report) for report in reports]
     return tree, [*reports, *add_defaults(tree, _defaults(file))], list(_remarks(file))
-
-
-def _name_same(report: KeyReport) -> KeyReport:
-    """Return a report whose key is unchanged as one of status `same`."""
-    is_same = report.outcome.status == "renamed" and report.outcome.target == report.key
-    return replace(report, outcome=replace(report.outcome, status="same")) if is_same else report
 
 
 def _decide(key: Key) -> Outcome:

@@ -204,6 +204,8 @@ def translate(keys: Iterator[tuple[KeyPath, Key]], decide: Callable[[Key], Outco
             outcome = Outcome("no effect", note=f"{'.'.join(outcome.target)}: {problem}")
         elif outcome.status == "same" and outcome.target not in (None, original):
             outcome = Outcome("renamed", outcome.target, outcome.value, outcome.note)
+        elif outcome.status == "renamed" and outcome.target == original:
+            outcome = Outcome("same", outcome.target, outcome.value, outcome.note)
         reports.append(KeyReport(original, outcome))
     return tree, reports
 
