@@ -171,6 +171,22 @@ SEEING: dict[str, dict[str, Any]] = {
         },
         "vision_config": QWEN_VISION | {"depth": 3, "deepstack_visual_indexes": [0, 2]},
     },
+    "qwen3_5": {
+        "text_config": LINEAR
+        | {
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [4, 2, 2],
+                "mrope_interleaved": True,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+        "vision_config": QWEN_VISION,
+    },
 }
 """Sizes are those that vLLM takes on a CPU."""
 VISION_FAMILIES = ("qwen2_vl", *SEEING)
@@ -187,7 +203,7 @@ def write_vision_policy(folder: Path, family: str, words: Sequence[str], **tiny:
         return
     path = folder / "config.json"
     own, settings = json.loads(path.read_text()), SEEING[family]
-    kept = set(SIZES) | {"initializer_range", "rms_norm_eps"}
+    kept = set(SIZES) | {"initializer_range", "rms_norm_eps", "tie_word_embeddings"}
     text = {key: value for key, value in own["text_config"].items() if key in kept} | settings["text_config"]
     vision = settings["vision_config"] | {"out_hidden_size": text["hidden_size"], "initializer_range": 0.1}
     top = {key: own[key] for key in ("tie_word_embeddings", *(key for key in own if key.endswith("token_id")))}

@@ -41,10 +41,10 @@ class EngineModelArgs(Config):
 
     dtype: Dtype | None = None
     """None: `actor_train.model_args.dtype`, so that sampled and trained logprobs agree."""
-
-
     image_input: bool | None = None
     """None: `actor_train.model_args.image_input`."""
+
+
 class VllmConfig(Config):
     """Engine arguments of vLLM (`AsyncEngineArgs`), under vLLM's names; others are passed unchanged."""
 

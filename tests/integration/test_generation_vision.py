@@ -51,7 +51,7 @@ from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.training.data_step import make_trainer
 from offbeat.trainer.training.optimizer_step import StepModels
 from tests.fakes import train_on
-from tests.families import VISION_FAMILIES, write_vision_policy
+from tests.families import write_vision_policy
 from tests.trainer.plain_engine import PlainEngine
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
@@ -61,7 +61,7 @@ CONFIG = GenerationConfig(model_args=EngineModelArgs(dtype="float32", image_inpu
 WORDS = tuple(f"w{i}" for i in range(20))
 
 
-@pytest.fixture(scope="module", params=VISION_FAMILIES)
+@pytest.fixture(scope="module", params=("qwen2_vl", "qwen3_vl"))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("seeing")
     write_vision_policy(folder, request.param, WORDS)

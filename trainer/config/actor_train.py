@@ -20,8 +20,8 @@ class ModelArgs(ConditionalConfig):
     attn_implementation: AttentionName = "auto"
     """Attention; `auto` is packed causal, padded only inside attention, and `eager` where logits are capped (Gemma 2)."""
     image_input: bool | None = None
-    """Whether a policy of Qwen3-VL has image input: its vision tower is then trained, and in the engines. None: if an
-    `agent_template` has `{image}`. Qwen2-VL and Qwen2.5-VL always have it.
+    """Whether a policy of Qwen3-VL or Qwen3.5 has image input: its vision tower is then trained, and in the engines. None:
+    if an `agent_template` has `{image}`. Qwen2-VL and Qwen2.5-VL always have it.
     """
     shared_prefix: Annotated[bool, OnlyWith(attn_implementation=("auto",))] = False
     """Single computation of tokens that sequences have in common from their start, with equal gradient. Llama, Mistral,

@@ -1,4 +1,4 @@
-"""Packed vision-language policy (Qwen2-VL, Qwen2.5-VL, Qwen3-VL).
+"""Packed vision-language policy (Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5).
 
 Invariants: the trajectory locates images, as a policy may sample placeholder ids; with several processes, each pass
 computes the vision tower, so that all exchange the same weights and gradients.

@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL for vLLM, fed with preprocessed pixels and expanded placeholders.
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 for vLLM, fed with preprocessed pixels and expanded placeholders.
 
 Invariant: vision tower outputs of one version are never reused under another.
 """
@@ -17,7 +17,7 @@ if is_torchvision_missing():
 
 from vllm import ModelRegistry
 from vllm.inputs.engine import MultiModalInput, mm_input
-from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_vl
+from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
@@ -44,6 +44,10 @@ class Qwen2Sizes(ImageLimits, qwen2_vl.Qwen2VLProcessingInfo):
 
 class Qwen3Sizes(ImageLimits, qwen3_vl.Qwen3VLProcessingInfo):
     """Limits of Qwen3-VL."""
+
+
+class Qwen35Sizes(ImageLimits, qwen3_5.Qwen3_5ProcessingInfo):
+    """Limits of Qwen3.5."""
 
 
 class NoProcessing(qwen2_vl.Qwen2VLMultiModalProcessor):
@@ -78,11 +82,17 @@ class Qwen3VL(qwen3_vl.Qwen3VLForConditionalGeneration):
     """vLLM's model."""
 
 
+@takes_pixels(Qwen35Sizes)
+class Qwen35(qwen3_5.Qwen3_5ForConditionalGeneration):
+    """vLLM's model."""
+
+
 def register() -> None:
     """Replace vLLM's own models."""
     ModelRegistry.register_model("Qwen2VLForConditionalGeneration", Qwen2VL)
     ModelRegistry.register_model("Qwen2_5_VLForConditionalGeneration", Qwen25VL)
     ModelRegistry.register_model("Qwen3VLForConditionalGeneration", Qwen3VL)
+    ModelRegistry.register_model("Qwen3_5ForConditionalGeneration", Qwen35)
 
 
 class PromptMaker:

@@ -152,13 +152,14 @@ torch.cpu._init_amx()
 WeightTransferEngineFactory.register_engine("offbeat_file", FileWeightEngine)
 for _backend, _class in (("offbeat_ipc", "IpcEngine"), ("offbeat_nccl", "NcclEngine")):
     WeightTransferEngineFactory.register_engine(_backend, "offbeat.services.generation.vllm.gpu_transfer", _class)
+register_lazily()
 for _architecture, _class in (
     ("Qwen2VLForConditionalGeneration", "Qwen2VL"),
     ("Qwen2_5_VLForConditionalGeneration", "Qwen25VL"),
-register_lazily()
+    ("Qwen3VLForConditionalGeneration", "Qwen3VL"),
+    ("Qwen3_5ForConditionalGeneration", "Qwen35"),
 ):
     ModelRegistry.register_model(_architecture, f"offbeat.services.generation.vllm.vision:{_class}")
-    ("Qwen3VLForConditionalGeneration", "Qwen3VL"),
 Worker.sleep = tolerate_memory_growth(Worker.sleep)
 cpu_kernels.register()
 # vLLM collects garbage three times while it starts, and would walk all that was imported each time
