@@ -60,11 +60,13 @@ KNOWN = (
 """Keys of AReaL's experiments; others are of a script's own."""
 REQUEST_TIMEOUT_S = 3600.0
 """AReaL's default of `rollout.request_timeout`."""
+BOXED = "{observation}\nPlease put your final answer within \\boxed{}."
+"""AReaL's prompts of gsm8k."""
 LEARNING_RATE = 1e-3
 """AReaL's default of `optimizer.lr`."""
 WORKFLOW = (
     "the workflow and its reward are in the script's Python: name `rewards`, and an env or agent in custom_envs for more "
-    "than one answer; a prompt that the script adds to (\\boxed{}) needs agent_template"
+    "than one answer"
 )
 SAMPLED = "a script may evaluate with a temperature of its own (gsm8k_rl.py: 0.6): val_env_manager.generating_args"
 NO_MODEL = "no actor.path: set pretrain, which is the tiny policy now"
@@ -191,4 +193,7 @@ def _rollout_defaults(source: Tree) -> Iterator[tuple[str, Any]]:
         if value != 1.0 and get(source, f"eval_gconfig.{name}") is None:
             yield f"{EVALUATION}.{name}", value
     yield "val_env_manager.group_size", eval_samples(source)
-    yield "custom_envs", {"prompt": {"env_type": "prompt", "max_steps": 1, "max_tokens_per_step": answer}}
+    env: dict[str, Any] = {"env_type": "prompt", "max_steps": 1, "max_tokens_per_step": answer}
+    if GSM8K in str(get(source, "train_dataset.path")):
+        env["agent_template"] = BOXED
+    yield "custom_envs", {"prompt": env}

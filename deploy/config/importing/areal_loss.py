@@ -144,11 +144,14 @@ def old_logprobs(tree: Tree) -> str:
 
 def correction(tree: Tree) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
     """Return the weight and filters of a decoupled loss; None without rejection sampling or a counterpart."""
-    given = get_table(tree, "actor.rejection_sampling")
+    is_given, given = (
+        isinstance(get(tree, "actor.rejection_sampling"), dict),
+        get_table(tree, "actor.rejection_sampling"),
+    )
     caps = [cap for name in OLD_CAPS if isinstance(cap := get(tree, f"actor.{name}"), int | float)]
-    if not is_decoupled(tree) or not (given or caps) or given.get("metric", "ratio") != "ratio":
+    if not is_decoupled(tree) or not (is_given or caps) or given.get("metric", "ratio") != "ratio":
         return None
-    upper = given.get("upper", UPPER) if given else caps[0]
+    upper = given.get("upper", UPPER) if is_given else caps[0]
     lower, is_sequence = given.get("lower"), given.get("level", "token") == "sequence"
     weight: dict[str, Any] = {"weight_type": "geometric" if is_sequence else "token", "upper_bound": float(upper)}
     if lower:
@@ -233,6 +236,8 @@ LOSS: Rules = (
     ("actor.recompute_logprob|use_decoupled_loss|prox_logp_method", lambda key:
      Outcome("same", note=f"old_logprobs: {old_logprobs(key.tree)}")),
     ("actor.rejection_sampling.*", _rejection),
+    ("actor.rejection_sampling", _rejection),
+    ("actor.reward_norm|adv_norm", same("of the batch, AReaL's default")),
     *((f"actor.{name}", _rejection) for name in OLD_CAPS),
     (f"{REWARDS}.*", _norm),
     (f"{ADVANTAGES}.*", _advantage_norm),

@@ -46,7 +46,10 @@ def all_tags(tree: Tree) -> list[str]:
 
 
 def sequence_length(tree: Tree) -> int:
-    named = ("data.seq_len", "orchestrator.seq_len", "seq_len", "trainer.model.seq_len")
+    """Return a trajectory's tokens: those that the orchestrator trains on, else a trainer's alone."""
+    named = ["data.seq_len", "orchestrator.seq_len", "seq_len"]
+    if "orchestrator" not in tree:
+        named.append("trainer.model.seq_len")
     return next((value for name in named if isinstance(value := get(tree, name), int)), SEQUENCE)
 
 

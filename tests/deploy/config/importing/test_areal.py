@@ -101,6 +101,10 @@ def test_an_experiment_trains_as_areal_does(tmp_path: Path):
             "num_train_epochs": 10, "shuffle": True, "dataset_name": "openai/gsm8k:main", "prompt_length": 1024,
             "val_dataset_name": "openai/gsm8k:main", "prompt_key": "question", "ground_truth_key": "answer",
         },
+        "custom_envs.prompt": {
+            "env_type": "prompt", "max_steps": 1, "max_tokens_per_step": 1024,
+            "agent_template": "{observation}\nPlease put your final answer within \\boxed{}.",
+        },
         "actor_infer.strategy_args": {
             "strategy_name": "sglang",
             "strategy_config": {"max_model_len": 32768, "gpu_memory_utilization": 0.8},
@@ -163,6 +167,9 @@ GROUP = "reward_norm: {mean_level: group, std_level: %s, group_size: 4}"
         ("recompute_logprob: true", "old_logprobs", "recompute"),
         ("use_decoupled_loss: true, prox_logp_method: loglinear", "old_logprobs", "loglinear"),
         ("use_decoupled_loss: true, m2_threshold: 0.04", "train_infer_correction", {"m2_threshold": 0.04}),
+        ("use_decoupled_loss: true, rejection_sampling: {}", "train_infer_correction.filters",
+         [{"agg_type": "token", "ratio_high": 5.0}]),
+        ("reward_norm: {}", "reward_normalization", {"norm_mean_type": "batch", "norm_std_type": "batch"}),
         ("rejection_sampling: {upper: 5.0}", "train_infer_correction", None),  # without a decoupled loss
         ("use_decoupled_loss: true, rejection_sampling: {action: clamp, upper: 2.0, lower: 0.5}", "train_infer_correction",
          {"is_weight": {"weight_type": "token", "upper_bound": 2.0, "lower_bound": 0.5}}),

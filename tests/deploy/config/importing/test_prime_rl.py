@@ -218,6 +218,13 @@ def test_an_option_of_a_run(lines: str, key: str, expected: object, tmp_path: Pa
     validate_tree({**tree, "train_env_manager": {**tree["train_env_manager"], **group}})
 
 
+def test_the_orchestrators_length_counts(tmp_path: Path):
+    """The trainer's is that of a packed pass."""
+    tree = convert(tmp_path, f"[trainer.model]\nseq_len = 16384\n{SOURCE}").tree
+    assert tree["sequence_length"] == 2048
+    assert tree["actor_train"]["training_args"]["max_tokens_per_microbatch"] == 16384
+
+
 def test_sources_share_groups_by_their_ratios(tmp_path: Path):
     text = "\n".join(
         f'[[orchestrator.train.source]]\nname = "{name}"\nratio = {ratio}\nenv = {{ taskset = {{ id = "{name}" }} }}'
