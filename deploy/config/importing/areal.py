@@ -167,7 +167,8 @@ def _optimizer_defaults(source: Tree) -> Iterator[tuple[str, Any]]:
     yield f"{ARGS}.adam_beta2", 0.999
     yield f"{ARGS}.weight_decay", 0.01
     _, training = backends(source)
-    if training is None or training.name != "megatron":
+    name = training.name if training else str(get(source, "actor.backend")).partition(":")[0]
+    if name != "megatron":
         yield f"{ARGS}.decay_all_weights", True  # Megatron's optimizer spares norms and biases
     if steps := warmup_steps(source):
         yield f"{ARGS}.warmup_steps", steps

@@ -264,6 +264,12 @@ total_train_epochs: 3
     validate_tree(tree)
 
 
+@pytest.mark.parametrize("backend", ["megatron:d1t2p2", "megatron:(attn:d1p4t8|ffn:d1p4t1e8)"])
+def test_megatrons_optimizer_spares_norms_and_biases(backend: str, tmp_path: Path):
+    tree = with_actor(tmp_path, f"backend: '{backend}'").tree
+    assert "decay_all_weights" not in tree["actor_train"]["training_args"]
+
+
 def test_keys_of_a_script_are_named_as_its_own(tmp_path: Path):
     imported = convert(tmp_path, f"{ACTOR}econfig: {{domain: airline}}\nworkflow: a.b.C\n")
     assert outcomes(imported)["econfig.domain"][1].startswith("of the script's own workflow")
