@@ -133,7 +133,7 @@ def _rollout(
     say = partial(typer.echo, err=as_json)  # a reader of the JSON gets nothing else
     source = endpoint[0] if endpoint else RANDOM if agent == RANDOM else str(find_policy(config, agent))
     say(f"collecting {order.episodes} episodes with {source}")
-    served = None if engine == "transformers" else prepare_engine(config, engine)
+    served = None if engine == "transformers" else prepare_engine(config, engine, Path(source))
     if served is not None:
         say(f"starting {served.strategy_args.strategy_name} ({served.device})")
     rollouts = _collect(config, order, source, endpoint, served, needs_messages=out.suffix == ".jsonl", as_json=as_json)

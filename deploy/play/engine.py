@@ -20,7 +20,9 @@ from typing import IO, Literal
 
 from pydantic import ValidationError
 
+from offbeat.deploy.config.checks.recurrent import check_recurrent
 from offbeat.deploy.config.devices import GPU_ENGINES, count_gpus, is_installed
+from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.doctor.libraries import INSTALL
 from offbeat.deploy.play.policy import parse_version
@@ -75,16 +77,20 @@ class EngineSampler:
         return replace(completion, versions=(VersionSpan(0, len(completion.token_ids), self._version),))
 
 
-def prepare_engine(config: RunConfig, name: ServedName) -> GenerationConfig:
-    """Return an engine's configuration, once what it needs is imported.
+def prepare_engine(config: RunConfig, name: ServedName, folder: Path) -> GenerationConfig:
+    """Return the configuration of an engine that serves a policy's folder, once what it needs is imported.
 
     Call before the event loop runs: errors that vLLM's imports keep refer to the frames of all callers, and so would keep an
     engine that these hold until the interpreter ends, when its client fails.
 
     Raises:
+        ConfigError: it does not compute such a model.
         GenerationError: it is not installed.
     """
     infer = choose_engine(config.actor_infer, name)
+    served = config.model_copy(update={"pretrain": str(folder), "actor_infer": infer})
+    if issues := list(check_recurrent(served)):
+        raise ConfigError(issues)
     atexit.register(gc.collect)
     if infer.strategy_args.strategy_name == "vllm":
         from offbeat.services.generation.vllm.arguments import engine_environment
@@ -149,7 +155,7 @@ def _stated_failures(name: str, printed: IO[bytes]) -> Iterator[None]:
         raise GenerationError(f"--engine {name}: {error}") from error
     except ValidationError as error:
         raise GenerationError(f"--engine {name}: it did not start: {error.errors()[0]['msg']}") from error
-    except (RuntimeError, ValueError, OSError) as error:
+    except (RuntimeError, ValueError, OSError, RetryableError) as error:
         _show(printed)
         raise GenerationError(f"--engine {name}: it did not start: {error}") from error
 

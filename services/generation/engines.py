@@ -43,6 +43,7 @@ async def start_serving(
 
     Raises:
         GenerationError: it does not serve such a model, or does not start.
+        RetryableError: it died while it started.
     """
     config = serving_config(config, version)
     if config.strategy_args.strategy_name == "hf_infer":
@@ -56,10 +57,11 @@ async def start_serving(
         from offbeat.services.generation.sglang.engine import SglangEngine
 
         return await SglangEngine.start(config, model, sequence_length=sequence_length, seed=seed)
-    from offbeat.services.generation.vllm.engine import VllmEngine
+    from offbeat.services.generation.vllm.engine import VllmEngine, engine_failures
 
-    engine = await VllmEngine.start(config, model, sequence_length=sequence_length, seed=seed)
-    await engine.llm.update_weight_version(str(version))
+    with engine_failures():
+        engine = await VllmEngine.start(config, model, sequence_length=sequence_length, seed=seed)
+        await engine.llm.update_weight_version(str(version))
     return engine
 
 

@@ -18,6 +18,7 @@ from offbeat.deploy.play.parquet import RecordedTokens, read_parquet
 from offbeat.deploy.play.token_sampling import make_warpers
 from offbeat.services.chat.stops import load_decoder
 from tests.deploy.cli.test_interrupts import Terminal
+from tests.families import write_family
 from tests.processes import has_ended
 from tests.waiting import wait_until_sync
 
@@ -97,6 +98,30 @@ def test_an_interrupt_while_vllm_starts_ends_it(folder: Path, tmp_path: Path) ->
     assert terminal.interrupt() == 130
     assert b"Traceback" not in terminal.output
     wait_until_sync(lambda: all(has_ended(child.pid) for child in children))
+
+
+def test_a_model_that_the_engine_does_not_compute_is_refused_by_key(folder: Path, tmp_path: Path) -> None:
+    """vLLM's engine would die of it while it starts."""
+    policy = shutil.copytree(folder / "policy", tmp_path / "policy")
+    write_family(tmp_path / "family", "qwen3_5_text", linear_key_head_dim=64, linear_value_head_dim=64)
+    shutil.copy(tmp_path / "family" / "config.json", policy)
+    done = rollout(folder, "--agent", policy, "--engine", "vllm", "--out", tmp_path / "x.parquet")
+    assert done.exit_code == 2
+    assert done.output.splitlines()[-1].startswith("actor_infer.model_args.dtype: vLLM on a CPU computes")
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_while_it_starts_is_said_in_a_line(folder: Path, tmp_path: Path) -> None:
+    """Of heads that are too small for vLLM on a CPU."""
+    policy = shutil.copytree(folder / "policy", tmp_path / "policy")
+    architecture = json.loads((policy / "config.json").read_text())
+    heads = {name: 4 * architecture[name] for name in ("num_attention_heads", "num_key_value_heads")}
+    (policy / "config.json").write_text(json.dumps(architecture | heads))
+    words = ("rollout", folder / "run.yaml", "--agent", policy, "--engine", "vllm", "--out", tmp_path / "x.parquet")
+    command = [sys.executable, "-m", "offbeat.deploy.cli.app", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("--engine vllm: it did not start: the engine failed")
 
 
 def test_recorded_logprobs_are_of_the_distribution_that_is_sampled(folder: Path, tmp_path: Path) -> None:
