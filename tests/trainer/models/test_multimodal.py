@@ -108,7 +108,7 @@ def test_critics_and_reward_models_are_trained_on_text(family: str, tmp_path: Pa
 
 def test_images_are_refused(tmp_path: Path, sequences: list[Tensor]) -> None:
     policy = load(tmp_path, "qwen3_5")
-    with pytest.raises(ValueError, match=r"no image input: set .* image_input to true"):
+    with pytest.raises(ValueError, match=r"no image input: set .*model_args.image_input to true"):
         policy(replace(pack(sequences), images=(PromptImage(start=3, count=4, png=b""),)))
 
 
