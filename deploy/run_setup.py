@@ -110,6 +110,7 @@ def worker_settings(
         run_uid=uid,
         seed=config.seed,
         model_folder=model_folder(config).resolve(),
+        image_input=config.actor_train.model_args.image_input,
         output_dir=config.output_dir.resolve(),
         redis_url=redis_url,
         environment=config.environment,

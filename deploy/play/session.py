@@ -110,7 +110,11 @@ async def collect(
         finally:
             await sample.close()
         return CollectedEpisodes(result, chat)
-    runtime = _random_runtime(config, chat) if folder is None else runtime_for(config.custom_envs, folder)
+    runtime = (
+        _random_runtime(config, chat)
+        if folder is None
+        else runtime_for(config.custom_envs, folder, image_input=config.actor_train.model_args.image_input)
+    )
     async with AsyncExitStack() as stack:
         if folder is None:
             sample = None

@@ -83,6 +83,10 @@ class ChatTemplate:
         """Return image support; raises RolloutError if the model or template has none."""
         return make_image_tokens(lambda messages: self._render(messages, (), True), self._reader)
 
+    def refuse_images(self) -> None:
+        """Take texts alone, although the folder may have image processing."""
+        self._reader = None
+
     @property
     def reads_calls(self) -> bool:
         return self.tools is not None or self._parser is not None

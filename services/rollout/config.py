@@ -282,6 +282,8 @@ class WorkerSettings(Config):
     seed: int
     model_folder: Path
     """Tokenizer and chat template."""
+    image_input: bool | None = None
+    """Of the policy, `actor_train.model_args.image_input`."""
     output_dir: Path
     redis_url: str
     environment: dict[str, str] = Field(default_factory=dict[str, str])

@@ -58,7 +58,7 @@ class EpisodePlayer:
             generation, rollout.coalesce_s, settings.request_timeout_s, clock, rollout.max_turns_per_call
         )
         self.envs = EnvPool(settings.custom_envs, rollout.num_threads, rollout.num_workers)
-        self._agents = runtime_for(settings.custom_envs, settings.model_folder, clock)
+        self._agents = runtime_for(settings.custom_envs, settings.model_folder, clock, image_input=settings.image_input)
         self._eval_tasks = EvalTasks(settings, settings.seed)
         self._train_tasks = TaskAssigner(settings, settings.seed, buffer)
         self._samplings = {} if chat is None else build_samplings(settings, chat.stop_ids)

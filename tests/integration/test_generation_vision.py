@@ -216,7 +216,7 @@ async def test_an_agents_images_are_sampled_and_trained(engine: VllmEngine, fold
     rules = {"max_steps": 4, "max_tokens_per_step": 6, "execution": "inline"}
     runner = AgentRunner(path="tests.played_agents:shows_images", num_agents=4)
     env = CustomEnv(env_type="frozen_lake", agent_runner=runner, **rules)
-    runtime = runtime_for({"See": env}, folder)
+    runtime = runtime_for({"See": env}, folder, image_input=True)
     assert runtime is not None
     try:
         played = [await play_by_agent(engine, env, runtime, index) for index in range(6)]

@@ -20,6 +20,7 @@ from offbeat.services.chat.capture import Captured
 from offbeat.services.chat.template import ChatTemplate, load_chat_template
 from offbeat.services.chat.tool_parsers import load_parser
 from offbeat.services.chat.tool_templates import load_function_template
+from offbeat.services.chat.vision import reads_images
 from offbeat.services.errors import EpisodeError, RolloutError
 from offbeat.services.gateway.server import Gateway
 from offbeat.services.gateway.session import EpisodeSession, InvalidCallError, SessionLimits
@@ -70,15 +71,22 @@ def load_agent_template(model_folder: Path, tool_call_parser: str | None) -> Cha
 
 
 def runtime_for(
-    custom_envs: Mapping[str, CustomEnv], model_folder: Path, clock: AwakeClock | None = None
+    custom_envs: Mapping[str, CustomEnv],
+    model_folder: Path,
+    clock: AwakeClock | None = None,
+    *,
+    image_input: bool | None = None,
 ) -> AgentRuntime | None:
-    """Return None without agents.
+    """Return None without agents. image_input: of the policy.
 
     Raises:
         RolloutError: as `load_agent_template`.
     """
     parsers = {env.agent_runner.tool_call_parser for env in custom_envs.values() if env.agent_runner}
     templates = {name: load_agent_template(model_folder, name) for name in parsers}
+    if not reads_images(model_folder, image_input):
+        for template in templates.values():
+            template.refuse_images()
     return AgentRuntime(templates, clock) if templates else None
 
 

@@ -20,8 +20,11 @@ from offbeat.services.gateway.app import build
 from offbeat.services.gateway.session import EpisodeSession
 from offbeat.services.messages.codec import decode_trajectory, encode_trajectory
 from offbeat.services.messages.types import PromptImage, StopReason, Trajectory
+from offbeat.services.rollout.agents.episode import runtime_for
+from offbeat.services.rollout.config import AgentRunner, CustomEnv
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig, TinyVisionConfig
 from offbeat.trainer.models.tiny import write_tiny_policy
+from tests.families import write_vision_policy
 from tests.services.gateway.templates import Scripted, session_of
 
 WORDS = ("look", "what", "here", "and", "Left", "Right", "Up")
@@ -336,3 +339,20 @@ async def test_a_text_policy_refuses_images_and_says_what_to_set(plain: ChatTemp
         session, path, user(path, picture(1), "what")
     )
     await ask(session, path, user(path, "what"))
+
+
+async def test_images_need_a_policy_that_is_asked_to_read_them(tmp_path: Path):
+    """Qwen3-VL's folder has image processing, and is trained on text all the same."""
+    write_vision_policy(tmp_path, "qwen3_vl", WORDS)
+    runner = AgentRunner(path="tests.played_agents:shows_images")
+    envs = {"See": CustomEnv(env_type="frozen_lake", max_steps=1, max_tokens_per_step=1, agent_runner=runner)}
+    for asked in (None, True):
+        runtime = runtime_for(envs, tmp_path, image_input=asked)
+        assert runtime is not None
+        session = session_of(Scripted(runtime.templates[None], ["Left"]))
+        message = user(CHAT, picture(1), "what")
+        if asked:
+            assert (await ask(session, CHAT, message))["usage"]["prompt_tokens"] > 4
+        else:
+            assert "model_args.image_input to true" in await refusal(session, CHAT, message)
+        await runtime.close()
