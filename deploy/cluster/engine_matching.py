@@ -11,7 +11,7 @@ from pydantic import JsonValue
 
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_setup import load_architecture
-from offbeat.services.generation.config import GenerationConfig, app_name
+from offbeat.services.generation.config import ROUTED_EXPERTS, GenerationConfig, app_name
 from offbeat.services.generation.tenancy import EngineOffer
 from offbeat.services.generation.vllm.engine import BACKENDS
 from offbeat.trainer.config.issue import ConfigIssue
@@ -90,6 +90,8 @@ def find_mismatches(config: RunConfig, architecture: Mapping[str, JsonValue], of
     if (offered_rank is None) != (requested_rank is None) or (offered_rank or 0) < (requested_rank or 0):
         advice = _advise_rank(offered_rank, requested_rank)
         yield f"its max_lora_rank is {offered_rank}, the run's is {requested_rank}: {advice}"
+    if config.actor_infer.returns_routing and not offer.config.returns_routing:
+        yield f"its engines return no experts, which router_replay needs (strategy_config.{ROUTED_EXPERTS})"
     if config.actor_infer.on_weight_update != offer.config.on_weight_update:
         yield f"its on_weight_update is {offer.config.on_weight_update}"
 

@@ -104,4 +104,5 @@ def cut_completion(completion: Completion, end: int) -> Completion:
         logprobs=completion.logprobs[:end],
         versions=spans,
         finish_reason=FinishReason.STOP,
+        routing=None if completion.routing is None else completion.routing[: end - len(completion.token_ids) or None],
     )

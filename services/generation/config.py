@@ -11,6 +11,8 @@ from offbeat.services.devices import DeviceMapping
 Dtype = Literal["float32", "bfloat16", "float16"]
 AttentionName = Literal["auto", "sdpa", "eager", "flash_attention_2"]
 StopString = Annotated[str, Field(min_length=1, max_length=128)]
+ROUTED_EXPERTS = "enable_return_routed_experts"
+"""vLLM's argument by which it returns the experts of each token."""
 UTILIZATION = 0.85
 """Default `gpu_memory_utilization` of a GPU without a learner."""
 
@@ -213,11 +215,18 @@ class GenerationConfig(Config):
         return is_vllm and (self.device == "cpu" or self.engine.max_lora_rank is not None)
 
     @property
+    def returns_routing(self) -> bool:
+        """Whether engines return the experts of each token."""
+        return bool((self.engine.model_extra or {}).get(ROUTED_EXPERTS))
+
+    @property
     def can_keep_sessions(self) -> bool:
         """Whether keys and values outlast a turn, and turns end by themselves alone."""
         # An engine that goes to sleep aborts turns by their ids, which vLLM knows of a session's first turn alone
+        # nor does a block of a session have rows of experts by which a later request finds them
         engine = self.engine
-        return self.on_weight_update == "keep" and engine.enable_prefix_caching and not engine.enable_sleep_mode
+        caches = self.on_weight_update == "keep" and engine.enable_prefix_caching
+        return caches and not engine.enable_sleep_mode and not self.returns_routing
 
     @property
     def keeps_sessions(self) -> bool:

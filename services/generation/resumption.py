@@ -14,6 +14,7 @@ from typing import Protocol
 
 from offbeat.services.awake_clock import AwakeClock
 from offbeat.services.errors import MeshError
+from offbeat.services.messages.routing import extend_routing
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest
 
 logger = logging.getLogger(__name__)
@@ -151,4 +152,5 @@ def join(begun: Completion, rest: Completion) -> Completion:
         token_ids=begun.token_ids + rest.token_ids,
         logprobs=begun.logprobs + rest.logprobs,
         versions=(*begun.versions, *spans),
+        routing=extend_routing(begun.routing, rest.routing),
     )

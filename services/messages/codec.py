@@ -9,6 +9,7 @@ from msgspec import structs
 
 from offbeat.services.messages.envelope import (
     MALFORMED,
+    MAX_TOKENS,
     MessageFormat,
     check_count,
     check_finite,
@@ -17,6 +18,7 @@ from offbeat.services.messages.envelope import (
     read_tokens,
 )
 from offbeat.services.messages.images import check_images
+from offbeat.services.messages.routing import PackedRouting, pack_routing, unpack_routing
 from offbeat.services.messages.segments import PackedSegment, pack_segment, unpack_segment
 from offbeat.services.messages.types import (
     Completion,
@@ -151,6 +153,7 @@ class PackedCompletion(Message, frozen=True):
     finish_reason: FinishReason
     error: str
     replica_id: str
+    routing: PackedRouting | None = None
 
 
 REQUESTS = MessageFormat("requests", list[PackedRequest])
@@ -214,19 +217,23 @@ def _decode_request(row: PackedRequest) -> GenerateRequest:
 
 
 def encode_completions(completions: Sequence[Completion]) -> bytes:
-    rows = [
-        PackedCompletion(
-            c.request_id,
-            np.asarray(c.token_ids, dtype="<i4").tobytes(),
-            np.asarray(c.logprobs, dtype="<f4").tobytes(),
-            c.versions,
-            c.finish_reason,
-            c.error,
-            c.replica_id,
-        )
-        for c in completions
-    ]
-    return COMPLETIONS.pack(rows)
+    return COMPLETIONS.pack([_pack_completion(completion) for completion in completions])
+
+
+def _pack_completion(c: Completion) -> PackedCompletion | tuple[object, ...]:
+    packed = PackedCompletion(
+        c.request_id,
+        np.asarray(c.token_ids, dtype="<i4").tobytes(),
+        np.asarray(c.logprobs, dtype="<f4").tobytes(),
+        c.versions,
+        c.finish_reason,
+        c.error,
+        c.replica_id,
+    )
+    # Without experts their field is left out, so that older builds can read it
+    if c.routing is None:
+        return structs.astuple(packed)[:-1]
+    return structs.replace(packed, routing=pack_routing(c.routing, MAX_TOKENS))
 
 
 def decode_completions(blob: bytes) -> list[Completion]:
@@ -243,7 +250,9 @@ def _decode_completion(row: PackedCompletion) -> Completion:
     if len(logprobs) != len(token_ids):
         raise ValueError(f"{len(token_ids)} tokens and {len(logprobs)} logprobs")
     check_spans(row.versions, len(token_ids))
-    return Completion(row.request_id, token_ids, logprobs, row.versions, row.finish_reason, row.error, row.replica_id)
+    routing = None if row.routing is None else unpack_routing(row.routing, MAX_TOKENS)
+    head = row.request_id, token_ids, logprobs, row.versions, row.finish_reason, row.error, row.replica_id
+    return Completion(*head, routing=routing)
 
 
 MANIFEST = MessageFormat("manifest", Manifest)

@@ -6,6 +6,7 @@ The round trip is exact; invariants of `services.messages.types` are checked bot
 from collections.abc import Sequence
 
 import numpy as np
+from msgspec import structs
 
 from offbeat.services.messages.envelope import (
     FLOAT32,
@@ -19,6 +20,7 @@ from offbeat.services.messages.envelope import (
     read_tokens,
 )
 from offbeat.services.messages.images import check_images, check_unsampled
+from offbeat.services.messages.routing import PackedRouting, pack_routing, unpack_routing
 from offbeat.services.messages.types import Count, Message, PromptImage, Segment, VersionSpan
 
 BOOL = np.dtype(np.bool_)
@@ -30,9 +32,10 @@ class PackedSegment(Message, frozen=True):
     logprobs: bytes
     versions: tuple[VersionSpan, ...]
     images: tuple[PromptImage, ...]
+    routing: PackedRouting | None = None
 
 
-def pack_segment(segment: Segment) -> PackedSegment:
+def pack_segment(segment: Segment) -> PackedSegment | tuple[object, ...]:
     """Encode, or raise TypeError or ValueError."""
     tokens, versions, length = segment.tokens, segment.versions, len(segment.tokens)
     _check_arrays(segment)
@@ -53,7 +56,11 @@ def pack_segment(segment: Segment) -> PackedSegment:
         raise ValueError("a negative token id")
     width = UINT16 if largest < 1 << 16 else INT32
     data = tokens.astype(width, order="C", copy=False).tobytes()
-    return PackedSegment(length, data, sampled, versions, segment.images)
+    packed = PackedSegment(length, data, sampled, versions, segment.images)
+    # Without experts their field is left out, so that older builds can read it
+    if segment.routing is None:
+        return structs.astuple(packed)[:-1]
+    return structs.replace(packed, routing=pack_routing(segment.routing, length))
 
 
 def _check_arrays(segment: Segment) -> None:
@@ -85,6 +92,7 @@ def unpack_segment(row: PackedSegment) -> Segment:
         np.frombuffer(logprobs, dtype=FLOAT32),
         versions,
         row.images,
+        None if row.routing is None else unpack_routing(row.routing, length),
     )
     check_images(row.images, length)
     check_unsampled(segment)

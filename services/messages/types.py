@@ -20,6 +20,8 @@ SCHEMA_VERSION = 3
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
+RoutingArray = npt.NDArray[np.uint8 | np.uint16]
+"""Experts by token, layer and rank, [rows, layers, top_k]; zeros in layers without experts."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
@@ -122,6 +124,8 @@ class Completion:
     """Replica that aborted it."""
     cached_tokens: int = 0
     """Prompt tokens whose keys and values the engine had; not sent."""
+    routing: RoutingArray | None = field(default=None, compare=False)
+    """Experts of the prompt's and the answer's tokens, of which the last was not computed; None: not recorded."""
 
 
 class Turn(NamedTuple):
@@ -142,7 +146,8 @@ class Segment:
     """Token sequence in one context.
 
     tokens: [T] int32; loss_mask: [T] bool; logprobs: [T] float32, 0 if unsampled; versions: spans over sampled tokens;
-    images: by position, on unsampled tokens.
+    images: by position, on unsampled tokens; routing: experts of the first tokens, as an engine chose them; None: not
+    recorded.
     """
 
     tokens: Int32Array
@@ -150,6 +155,7 @@ class Segment:
     logprobs: Float32Array
     versions: tuple[VersionSpan, ...]
     images: tuple[PromptImage, ...] = ()
+    routing: RoutingArray | None = None
 
     def token_versions(self) -> Int32Array:
         """Return versions, [T] int32; -1: unsampled."""

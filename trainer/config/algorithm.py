@@ -178,6 +178,10 @@ class AlgorithmConfig(ConditionalConfig):
     """Denominator of the ratio. `behavior`: the engine's logprobs; `recompute`: the learner's at the start of the step;
     `loglinear`: AReaL's approximation without a forward pass. Left out, `recompute` with `top_p` or `top_k`.
     """
+    router_replay: bool = False
+    """Whether the policy's passes send tokens to the experts that vLLM sent them to (rollout routing replay, R3,
+    arXiv:2510.11370); their weights are of the learner's router. For mixtures of experts.
+    """
     train_infer_correction: TrainInferCorrection = TrainInferCorrection()
 
     # --- Aggregation and regularization

@@ -6,7 +6,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from offbeat.services.buffer.config import BufferConfig
 from offbeat.services.findings import DiagnosisLimits
-from offbeat.services.generation.config import GeneratingArgs, GenerationConfig, arguments_beyond_hf
+from offbeat.services.generation.config import ROUTED_EXPERTS, GeneratingArgs, GenerationConfig, arguments_beyond_hf
 from offbeat.services.live_settings import Settings, configured_settings
 from offbeat.services.reward.config import AnyReward, Combine, RewardsConfig
 from offbeat.services.rollout.config import CustomEnv, EnvManagerConfig, RolloutConfig
@@ -151,6 +151,14 @@ class LearnerRunConfig(LearnerConfig):
         implied = {name: getattr(train.model_args, name) for name in type(own).model_fields}
         missing = {name: implied[name] for name in implied if getattr(own, name) is None}
         return value.model_copy(update={"model_args": own.model_copy(update=missing)}) if missing else value
+
+    @field_validator("actor_infer")
+    @classmethod
+    def _returns_routing(cls, value: GenerationConfig, info: ValidationInfo) -> GenerationConfig:
+        is_vllm = value.strategy_args.strategy_name == "vllm"
+        if not info.data.get("router_replay") or not is_vllm or ROUTED_EXPERTS in (value.engine.model_extra or {}):
+            return value
+        return value.with_engine(**{ROUTED_EXPERTS: True})
 
     @property
     def scoring(self) -> RewardsConfig | None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from offbeat.services.messages.types import (
     Group,
     PromptImage,
+    RoutingArray,
     Trajectory,
 )
 from offbeat.trainer.data.reward_parts import RewardParts, read_reward_parts
@@ -70,6 +71,8 @@ class Batch:
     """Per sequence; empty if there are none."""
     reward_parts: RewardParts | None = None
     """Episodes' rewards by reward function."""
+    routing: Tensor | None = None
+    """Experts that engines chose, [N, layers, top_k] int16, -1 where unknown; None if no token has any."""
 
     @property
     def last_turn(self) -> Tensor:
@@ -120,6 +123,7 @@ class MicroBatch:
     temperatures: Tensor | None = None
     parents: Tensor | None = None
     images: tuple[PromptImage, ...] = ()
+    routing: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -135,6 +139,7 @@ class _Columns:
     anchors: list[int] = field(default_factory=list[int])
     states: dict[tuple[int, str], int] = field(default_factory=dict[tuple[int, str], int])
     images: list[tuple[PromptImage, ...]] = field(default_factory=list[tuple[PromptImage, ...]])
+    routing: list[RoutingArray | None] = field(default_factory=list[RoutingArray | None])
     num_tokens: int = 0
 
     def add(self, owner: int, group: int, trajectory: Trajectory) -> None:
@@ -161,6 +166,7 @@ class _Columns:
             self.turns.append(turns[sampled])
             self.owners.append(owner)
             self.images.append(tuple(image for image in segment.images if image.start < end))
+            self.routing.append(segment.routing)
             self.num_tokens += end
 
     def _anchor(self, group: int, state_hash: str) -> int:
@@ -211,7 +217,24 @@ def pack(groups: Sequence[Group]) -> Batch:
         images=tuple(columns.images) if any(columns.images) else (),
         greedy_reward=_greedy_rewards(groups),
         reward_parts=read_reward_parts([trajectory for _, trajectory in members]),
+        routing=_pack_routing(columns.routing, lengths),
     )
+
+
+def _pack_routing(parts: Sequence[RoutingArray | None], lengths: Sequence[int]) -> Tensor | None:
+    shapes = {part.shape[1:] for part in parts if part is not None}
+    if not shapes:
+        return None
+    if len(shapes) > 1:
+        raise ValueError(f"experts of several models: [layers, top_k] is one of {sorted(shapes)}")
+    rows = np.full((sum(lengths), *shapes.pop()), -1, dtype=np.int16)
+    start = 0
+    for part, length in zip(parts, lengths, strict=True):
+        if part is not None:
+            known = part[:length]
+            rows[start : start + len(known)] = known
+        start += length
+    return torch.from_numpy(rows)
 
 
 def _greedy_rewards(groups: Sequence[Group]) -> Tensor | None:
@@ -294,13 +317,15 @@ def _micro(batch: Batch, sampled: Sequence[Tensor], sequence_ids: Sequence[int])
     borders = torch.cat([starts.new_zeros(1), (ends - starts).cumsum(0)])
     index = torch.cat([sampled[s] for s in sequence_ids])
     shift = (borders[:-1] - starts).repeat_interleave(torch.tensor([len(sampled[s]) for s in sequence_ids]))
+    parts = list(zip(starts.tolist(), ends.tolist(), strict=True))
     return MicroBatch(
-        tokens=torch.cat([batch.tokens[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]),
+        tokens=torch.cat([batch.tokens[a:b] for a, b in parts]),
         cu_seqlens=borders,
         positions=batch.positions[index] + shift,
         index=index,
         temperatures=None if batch.temperatures is None else batch.temperatures[index],
         images=_images(batch, sequence_ids, borders.tolist()),
+        routing=None if batch.routing is None else torch.cat([batch.routing[a:b] for a, b in parts]),
     )
 
 

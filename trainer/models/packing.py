@@ -145,7 +145,8 @@ class PackedInput:
     default, None if all are; reference: for a full KL; images: in token order; head_alone: detach values from the
     policy; with_next: also return values after `positions`; distillation: for a divergence from teachers; top: return
     the most probable tokens alone; hidden: [1, N, H], of the previous pipeline stage; value_rows: int64, computed tokens
-    whose hidden states give values, None for those of `positions`.
+    whose hidden states give values, None for those of `positions`; routing: [N, layers, top_k] int, experts that tokens
+    are sent to, -1 where the model's router chooses them.
     """
 
     tokens: Tensor
@@ -160,6 +161,7 @@ class PackedInput:
     top: TopQuery | None = None
     hidden: Tensor | None = None
     value_rows: Tensor | None = None
+    routing: Tensor | None = None
 
     @classmethod
     def of(
@@ -224,6 +226,7 @@ class PackedInput:
             temperatures=temperatures,
             reference=reference,
             distillation=None if self.distillation is None else self.distillation.to(device),
+            routing=None if self.routing is None else self.routing.to(device),
             hidden=None if self.hidden is None else self.hidden.to(device),
             value_rows=None if self.value_rows is None else self.value_rows.to(device),
         )

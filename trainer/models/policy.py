@@ -15,6 +15,7 @@ from offbeat.trainer.models.distillation import teacher_divergence, top_logprobs
 from offbeat.trainer.models.divergence import ReferenceStates, full_kl
 from offbeat.trainer.models.logprobs import token_logprobs
 from offbeat.trainer.models.packing import PackedInput, Packing
+from offbeat.trainer.models.router_replay import RouterReplay
 from offbeat.trainer.models.value_head import ValueHead, last_hidden_states
 
 
@@ -54,6 +55,7 @@ class PackedPolicy(nn.Module):
         self.model = model
         self.temperature = temperature
         self.value_head: ValueHead | None = None
+        self._replay: RouterReplay | None = None
 
     def add_value_head(self) -> None:
         self.value_head = ValueHead(self.model.config.get_text_config().hidden_size)
@@ -85,10 +87,14 @@ class PackedPolicy(nn.Module):
         """Return the logits [M, V] that predict `x.positions`.
 
         Raises:
-            ValueError: no image input.
+            ValueError: no image input, or the engine's experts are of another model.
         """
         if x.images:
             raise ValueError(f"the trajectory has images, but this policy has no image input: {IMAGE_INPUT_ADVICE}")
+        if x.routing is not None and self._replay is None:
+            self._replay = RouterReplay(self.model)
+        if self._replay is not None:
+            self._replay.set(x.routing)
         return self.model(**model_input(x), logits_to_keep=x.predictors, **packed_kwargs(x.packing)).logits[0]
 
     @torch.no_grad()

@@ -78,12 +78,20 @@ def inference_budget(config: LearnerConfig, infer_batch_size: int | None = None)
     return config.actor_train.training_args.max_tokens_per_microbatch if size is None else size * config.sequence_length
 
 
-def to_input(micro: MicroBatch, states: ReferenceStates | None = None, *, head_alone: bool = False) -> PackedInput:
+def to_input(
+    micro: MicroBatch,
+    states: ReferenceStates | None = None,
+    *,
+    head_alone: bool = False,
+    replays_routing: bool = False,
+) -> PackedInput:
+    """replays_routing: for the policy with `router_replay`; other models route by themselves."""
     packed = PackedInput.of(
         micro.tokens, micro.cu_seqlens, micro.positions, micro.temperatures, micro.images, micro.parents
     )
     reference = None if states is None else ReferenceStates(states.hidden[micro.index], states.head)
-    return replace(packed, reference=reference, head_alone=head_alone)
+    routing = micro.routing if replays_routing else None
+    return replace(packed, reference=reference, head_alone=head_alone, routing=routing)
 
 
 def scatter_outputs(batch: Batch, micro_batches: Sequence[MicroBatch], parts: Sequence[Tensor]) -> Tensor:

@@ -166,7 +166,7 @@ class BatchTrainer:
         states = self._reference_states(batch, micro_batches)
         targets, _ = self._targets(selected, batch, micro_batches, step_batch.step, masked, states)
         self._running.load_state_dict(before)
-        logprobs = self._models.policy.infer([to_input(micro) for micro in micro_batches])
+        logprobs = self._models.policy.infer([self._policy_input(micro) for micro in micro_batches])
         return StepPreview(tuple(selected), batch, targets, scatter_outputs(batch, micro_batches, logprobs))
 
     def state_dict(self) -> dict[str, Any]:
@@ -200,13 +200,13 @@ class BatchTrainer:
         masked: MaskedCounts,
         states: ReferenceStates | None,
     ) -> tuple[Targets, Tensor | None]:
-        inputs = [to_input(micro) for micro in micro_batches]
+        inputs = [self._policy_input(micro) for micro in micro_batches]
 
         def scatter(parts: Sequence[Tensor]) -> Tensor:
             return scatter_outputs(batch, micro_batches, parts)
 
         full = self._config.kl_in_reward_is_full
-        policy_inputs = [to_input(micro, states) for micro in micro_batches] if full else inputs
+        policy_inputs = [self._policy_input(micro, states) for micro in micro_batches] if full else inputs
         initial = self._infer_initial(policy_inputs, scatter)
         ref_logprobs, teacher_logprobs = self._ref_logprobs(groups), self._teacher_logprobs(groups, batch)
         initial = self._add_values(initial, batch)
@@ -227,6 +227,11 @@ class BatchTrainer:
             masked=masked,
         )
         return targets, initial.values
+
+    def _policy_input(
+        self, micro: MicroBatch, states: ReferenceStates | None = None, *, head_alone: bool = False
+    ) -> PackedInput:
+        return to_input(micro, states, head_alone=head_alone, replays_routing=self._config.router_replay)
 
     @property
     def _trains_on_initial_pass(self) -> bool:
@@ -315,7 +320,7 @@ class BatchTrainer:
         """
         warming = step < self._config.critic_warmup
         loss_states = states if self._config.kl_in_loss_is_full else None
-        inputs = [to_input(micro, loss_states, head_alone=warming) for micro in micro_batches]
+        inputs = [self._policy_input(micro, loss_states, head_alone=warming) for micro in micro_batches]
         entropy_coef = scheduled_rate(
             step,
             peak=self._config.entropy_loss_coef,

@@ -54,19 +54,6 @@ def check_engine_arguments(config: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue(f"{ENGINE}.{name}", f"vLLM has no such engine argument{hint}", *near)
 
 
-def check_experts(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield adapters of a mixture of experts that vLLM would serve on a CPU."""
-    infer = config.actor_infer
-    is_vllm = config.uses_engine and infer.strategy_args.strategy_name == "vllm"
-    if not is_vllm or infer.device != "cpu" or infer.engine.max_lora_rank is None:
-        return
-    if (number := count_experts(config)) > 1:
-        yield ConfigIssue(
-            f"{ENGINE}.max_lora_rank",
-            f"the model has {number} experts, whose adapters vLLM serves on GPUs alone: leave max_lora_rank out",
-        )
-
-
 def _read(pretrain: str) -> Mapping[str, JsonValue]:
     """Return a model's `config.json`; empty for the tiny policy, and for an unreadable model, which has its own error."""
     try:

@@ -12,13 +12,13 @@ from offbeat.deploy.config.checks.agents import check_agent, check_function, che
 from offbeat.deploy.config.checks.data import check_data, check_online, check_rows
 from offbeat.deploy.config.checks.devices import check_devices
 from offbeat.deploy.config.checks.episodes import check_episodes
+from offbeat.deploy.config.checks.experts import check_experts
 from offbeat.deploy.config.checks.harbor import check_harbor
 from offbeat.deploy.config.checks.hf_infer import check_hf_infer
 from offbeat.deploy.config.checks.lora import check_lora, check_targets
 from offbeat.deploy.config.checks.megatron import check_megatron
 from offbeat.deploy.config.checks.model import (
     check_engine_arguments,
-    check_experts,
     check_model_split,
     check_resumed_model,
     check_synced_reference,

@@ -50,8 +50,8 @@ def check_sampling(config: RunConfig) -> Iterator[ConfigIssue]:
     if config.actor_infer.keep_sessions and not config.actor_infer.can_keep_sessions:
         yield ConfigIssue(
             "actor_infer.keep_sessions",
-            "needs on_weight_update: keep and prefix caching, and an engine that never sleeps: leave it out, or set "
-            f"{ENGINE}.enable_sleep_mode=false",
+            "needs on_weight_update: keep and prefix caching, an engine that never sleeps, and no router_replay: leave it "
+            f"out, or set {ENGINE}.enable_sleep_mode=false",
         )
     args = config.actor_infer.generating_args
     if args.temperature < MIN_TEMPERATURE:

@@ -206,7 +206,7 @@ TRAINER: Rules = (
     ("trainer.model.trust_remote_code", same("", False)),
     ("trainer.model.**", missing(KERNELS)),
     ("trainer.enable_router_replay", same("", False)),
-    ("trainer.enable_router_replay", missing("routing of mixtures of experts is not replayed")),
+    ("trainer.enable_router_replay", rename("router_replay")),
     ("trainer.enable_token_export", missing("record_batches keeps batches for `offbeat learner reproduce`")),
     ("trainer.dist_timeout_seconds", become("actor_train.backend_timeout", _seconds_to_minutes, "minutes")),
     ("trainer.memory_profiler_path", become("profiler_memory", lambda _: True, "of profiler_steps")),

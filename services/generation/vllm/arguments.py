@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 from offbeat.services.chat.vision import reads_images
-from offbeat.services.generation.config import UTILIZATION, GenerationConfig
+from offbeat.services.generation.config import ROUTED_EXPERTS, UTILIZATION, GenerationConfig
 from offbeat.services.malloc import keep_freed_memory
 
 WORKER_EXTENSION = "offbeat.services.generation.vllm.worker.WorkerExtension"
 SCHEDULER = "offbeat.services.generation.vllm.stops.make_scheduler"
+RECORDS_ROUTING = "offbeat_records_routing"
+"""In vLLM's `additional_config`, on CPUs, where vLLM refuses `ROUTED_EXPERTS`."""
 PRIMITIVES = 512
 """Matrix products that oneDNN keeps compiled, 256 KiB each. Its default, 1024, doubles memory; 128 doubled the time of
 small batches.
@@ -78,6 +80,10 @@ def engine_arguments(config: GenerationConfig, model: Path, sequence_length: int
         blocks = -(-size // CPU_BLOCK_SIZE) if isinstance(size, int) and size > 0 else 1
         given = {**given, "block_size": blocks * CPU_BLOCK_SIZE}
         arguments |= {"kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30)}
+        if config.returns_routing:
+            given = {name: value for name, value in given.items() if name != ROUTED_EXPERTS}
+            others: Any = given.get("additional_config") or {}
+            given["additional_config"] = {**others, RECORDS_ROUTING: True}
     else:
         arguments |= {
             "gpu_memory_utilization": config.engine.gpu_memory_utilization or UTILIZATION,

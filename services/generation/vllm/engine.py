@@ -329,4 +329,5 @@ def _completion(request_id: str, output: Any, cached_tokens: int) -> Completion:
         return Completion(request_id, finish_reason=FinishReason.ABORT)
     spans = tuple(VersionSpan(span.start, span.end, int(span.version)) for span in output.weight_versions)
     tokens, logprobs = tuple(output.token_ids), tuple(output.logprobs.logprobs)
-    return Completion(request_id, tokens, logprobs, spans, finish_reason(output), cached_tokens=cached_tokens)
+    reason, routing = finish_reason(output), output.routed_experts
+    return Completion(request_id, tokens, logprobs, spans, reason, cached_tokens=cached_tokens, routing=routing)

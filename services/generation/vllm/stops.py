@@ -6,11 +6,13 @@ one: vLLM's own checks a step later in another process, and not the turns of a s
 from pathlib import Path
 from typing import Any
 
+from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from offbeat.services.chat.stops import stop_strings_of
+from offbeat.services.generation.vllm.cpu_routing import records_routing
 
 STOP_STRINGS, NUM_ANSWERED = "offbeat_stop_strings", "offbeat_num_answered"
 """In a request's `extra_args`."""
@@ -49,9 +51,12 @@ class AsyncStopScheduler(StopScheduler, AsyncScheduler):
 
 
 def make_scheduler(vllm_config: Any, **arguments: Any) -> StopScheduler:
-    """Return the scheduler that vLLM would take, with stop strings."""
+    """Return the scheduler that vLLM would take, with stop strings, and on a CPU with routed experts."""
     kind = AsyncStopScheduler if vllm_config.scheduler_config.async_scheduling else StopScheduler
-    return kind(vllm_config=vllm_config, **arguments)
+    scheduler = kind(vllm_config=vllm_config, **arguments)
+    if records_routing(vllm_config):
+        scheduler.aux_output_connector = AuxOutputSchedulerConnector()
+    return scheduler
 
 
 def _arguments(request: Request) -> dict[str, Any] | None:

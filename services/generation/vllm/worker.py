@@ -26,6 +26,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from offbeat.services.generation.checkpoint_names import engine_tensors
 from offbeat.services.generation.tensor_file import TensorFile
 from offbeat.services.generation.vllm import cpu_kernels, cpu_repairs
+from offbeat.services.generation.vllm.cpu_routing import RoutingRecorder, records_routing
 from offbeat.services.generation.vllm.loading import compare, finish_reload
 from offbeat.services.generation.vllm.lora import (
     BASE,
@@ -140,6 +141,8 @@ class WorkerExtension:
         die_with_parent()
         if current_platform.is_cpu():
             cpu_repairs.repair()
+            if records_routing(self.vllm_config):
+                RoutingRecorder(self.model_runner, self.vllm_config).attach()
         specs = [group.kv_cache_spec for group in self.model_runner.kv_cache_config.kv_cache_groups]
         states = [spec for spec in specs if isinstance(spec, MambaSpec)]
         num_blocks = sum(spec.max_memory_usage_bytes(self.vllm_config) // spec.page_size_bytes for spec in states)

@@ -25,6 +25,7 @@ from offbeat.services.messages.types import (
     Completion,
     FinishReason,
     PromptImage,
+    RoutingArray,
     Segment,
     Turn,
     VersionSpan,
@@ -79,7 +80,7 @@ class EpisodeRecorder(Protocol):
 class AppendOnlyRecorder:
     """Recorder of one sequence, in arrays, as prompts are sent as bytes."""
 
-    __slots__ = ("_chat", "_images", "_logprobs", "_opening", "_spans", "_system", "_tokens", "_turns")
+    __slots__ = ("_chat", "_images", "_logprobs", "_opening", "_routing", "_spans", "_system", "_tokens", "_turns")
 
     def __init__(self, chat: ChatFormat, system: str, opening: Sequence[str] = ()) -> None:
         """opening: texts of user and assistant before the first message."""
@@ -92,6 +93,7 @@ class AppendOnlyRecorder:
         self._logprobs = array("d")
         """Of sampled tokens only."""
         self._spans: list[VersionSpan] = []
+        self._routing: list[RoutingArray] = []
 
     def ask(self, message: TurnMessage) -> Sent:
         if self._turns and self._tokens[-1] != self._chat.end_id:
@@ -126,6 +128,8 @@ class AppendOnlyRecorder:
                 self._spans[-1] = VersionSpan(last.start, start + span.end, span.version)
             else:
                 self._spans.append(VersionSpan(start + span.start, start + span.end, span.version))
+        if completion.routing is not None:  # earlier turns have recorded the first rows
+            self._routing.append(completion.routing[sum(map(len, self._routing)) :])
         is_truncated = completion.finish_reason is FinishReason.LENGTH
         self._turns.append(Turn(0, start, start + count, 0.0, is_truncated=is_truncated))
         return self._chat.answer(completion.token_ids)
@@ -142,7 +146,8 @@ class AppendOnlyRecorder:
         logprobs[mask] = self._logprobs
         images = tuple(image for image in self._images if image.start + image.count <= length)
         tokens = np.array(self._tokens[:length], dtype=np.int32)
-        return Record(tuple(self._turns), (Segment(tokens, mask, logprobs, tuple(self._spans), images),))
+        routing = np.concatenate(self._routing) if self._routing else None
+        return Record(tuple(self._turns), (Segment(tokens, mask, logprobs, tuple(self._spans), images, routing),))
 
 
 class PerStepRecorder:

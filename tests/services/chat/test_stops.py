@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -91,3 +92,12 @@ def test_a_cut_answer_keeps_the_versions_of_its_tokens() -> None:
     cut = Completion("r", (1, 2, 3), (-1.0, -2.0, -3.0), spans[:2], FinishReason.STOP)
     assert cut_completion(whole, 3) == cut
     assert cut_completion(whole, 1).versions == (VersionSpan(0, 1, 5),)
+
+
+def test_a_cut_answer_keeps_the_experts_of_its_tokens_but_the_last() -> None:
+    routing = np.arange(5, dtype=np.uint8).reshape(5, 1, 1)  # of a prompt of two tokens, and of three of the answer
+    whole = Completion("r", (1, 2, 3, 4), (-1.0,) * 4, (VersionSpan(0, 4, 5),), routing=routing)
+    for end, last in ((4, 4), (3, 3), (1, 1)):
+        kept = cut_completion(whole, end).routing
+        assert kept is not None
+        assert kept[-1] == last

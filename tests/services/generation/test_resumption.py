@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
+import numpy as np
 import pytest
 
 from offbeat.services.awake_clock import AwakeClock
@@ -201,3 +202,11 @@ async def test_a_caller_who_leaves_ends_its_call(mesh: Mesh) -> None:
     answer.cancel()
     await asyncio.gather(answer, return_exceptions=True)
     assert [call.is_cancelled for call in mesh.calls] == [True]
+
+
+def test_a_resumed_turn_has_the_experts_of_the_replica_that_computed_a_token_first() -> None:
+    begun = Completion("r", (5, 6), (-0.5,) * 2, (VersionSpan(0, 2, 3),), routing=np.full((3, 1, 1), 1, dtype=np.uint8))
+    rest = Completion("r", (7,), (-0.5,), (VersionSpan(0, 1, 4),), routing=np.full((4, 1, 1), 2, dtype=np.uint8))
+    joined = resumption.join(begun, rest)
+    assert joined.routing is not None
+    assert joined.routing[:, 0, 0].tolist() == [1, 1, 1, 2]

@@ -175,3 +175,38 @@ def test_minibatches_are_balanced_in_number_and_tokens(prompts: list[int], count
 def test_minibatches_alternate_in_taking_the_longest_sequence():
     batch = packed([[(length - 1, 1, 0.0)] for length in (9, 8, 7, 6, 5, 4, 3, 2)])
     assert minibatches(batch, 2) == [[0, 3, 4, 7], [1, 2, 5, 6]]
+
+
+def test_experts_stay_with_their_tokens_and_are_unknown_without_rows():
+    """The engine did not compute an episode's last token, nor some episodes at all."""
+    members = [
+        trajectory(n, shape) for n, shape in enumerate(([(2, 2, 0.0), (3, 1, 1.0)], [(4, 1, 0.0)], [(1, 3, 0.0)]))
+    ]
+    rows = [np.arange(count * 4, dtype=np.uint8).reshape(count, 2, 2) for count in (7, 0, 3)]
+    for n in (0, 2):  # the second has none; the first has more than are trained
+        segment = replace(members[n].segments[0], routing=rows[n])
+        members[n] = replace(members[n], segments=(segment,))
+    batch = pack([group(0, *members)])
+    assert batch.routing is not None
+    starts = batch.cu_seqlens.tolist()
+    expected = torch.full((batch.num_tokens, 2, 2), -1, dtype=torch.int16)
+    for n in (0, 2):
+        expected[starts[n] : starts[n] + len(rows[n])] = torch.from_numpy(rows[n]).to(torch.int16)
+    assert torch.equal(batch.routing, expected)
+    for micro in microbatches(batch, [2, 0, 1], 9):
+        assert micro.routing is not None
+        for token, experts in zip(micro.tokens.tolist(), micro.routing, strict=True):
+            assert any(torch.equal(experts, batch.routing[at]) for at in (batch.tokens == token).nonzero()[:, 0])
+    assert packed([[(1, 1, 0.0)]]).routing is None
+
+
+def test_experts_of_different_models_are_refused():
+    members = [trajectory(n, [(2, 2, 0.0)]) for n in range(2)]
+    members = [
+        replace(each, segments=(replace(each.segments[0], routing=np.zeros((3, 2, 1 + n), dtype=np.uint8)),))
+        for n, each in enumerate(members)
+    ]
+    with pytest.raises(
+        ValueError, match=r"experts of several models: \[layers, top_k\] is one of \[\(2, 1\), \(2, 2\)\]"
+    ):
+        pack([group(0, *members)])

@@ -188,6 +188,7 @@ def test_a_run_without_keys_has_prime_rls_defaults(tmp_path: Path):
         ("[trainer.model.lora]", "actor_train.model_args.lora_rank", 16),
         ("[trainer.model.lora]\ntarget_modules = ['q_proj', 'experts']", "actor_train.model_args.lora_target", "q_proj"),
         ("[trainer]\ndist_timeout_seconds = 7200", "actor_train.backend_timeout", 120.0),
+        ("[trainer]\nenable_router_replay = true", "router_replay", True),
         ("[ckpt]\ninterval = 50", "max_ckpt_to_keep", 1_000_000),
         ("[ckpt]\ninterval = 50\nkeep_last = 1", "max_ckpt_to_keep", 1),
         ("[run]\nname = 'a run'", "exp_name", "a-run"),

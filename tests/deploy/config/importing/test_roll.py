@@ -235,6 +235,9 @@ def test_without_a_counterpart_a_key_is_listed_in_the_report_and_the_file(tmp_pa
         ("exp_name: 'a b/c'", "exp_name", "a-b-c"),
         ("rollout_dump_dir: dumps", "rollout", {"keep_text": True}),
         ("profiler_timeline: true", "profiler_timeline", True),
+        ("{actor_train: {router_replay: {mode: R3}}}", "router_replay", True),
+        ("{actor_train: {router_replay: {mode: disable}}}", "router_replay", None),
+        ("{actor_train: {router_replay: {mode: R2}}}", "router_replay", None),
     ],
 )
 def test_a_value_is_mapped(text: str, key: str, expected: object, tmp_path: Path):

@@ -323,6 +323,10 @@ OVERLONG = "+reward_model.reward_kwargs.overlong_buffer_cfg"
         ),
         (("trainer.experiment_name=x_$(date)",), {"exp_name": "x_-date"}),
         (
+            (f"{ACTOR}.router_replay.mode=R3", "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"),
+            {"router_replay": True},
+        ),
+        (
             ("global_profiler.tool=torch_memory", "global_profiler.steps=[1,2]"),
             {"profiler_memory": True, "profiler_timeline": None, "profiler_steps": [1, 2]},
         ),
@@ -345,6 +349,8 @@ def test_an_option_of_verl(words: tuple[str, ...], expected: dict[str, Any], tmp
         ("trainer.save_freq=-1", "no counterpart"),
         ("trainer.save_freq=5", "renamed"),
         ("trainer.val_before_train=False", "no counterpart"),
+        (f"{ACTOR}.router_replay.mode=R2", "no counterpart"),
+        (f"{ACTOR}.router_replay.mode=disabled", "same"),
         ("trainer.val_only=True", "no counterpart"),
         ("trainer.val_only=False", "same"),
         ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4", "no effect"),

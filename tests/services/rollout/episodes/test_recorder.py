@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
@@ -11,7 +12,8 @@ from offbeat.envs.frozen_lake import WORDS
 from offbeat.services.chat.append_only import ChatFormat, load_chat_format
 from offbeat.services.chat.tokenizer import load_tokenizer
 from offbeat.services.errors import RolloutError
-from offbeat.services.messages.types import Group, Segment, Trajectory
+from offbeat.services.messages.types import Completion, Group, RoutingArray, Segment, Trajectory, VersionSpan
+from offbeat.services.rollout.episodes.recorder import AppendOnlyRecorder, RerenderedRecorder, TurnMessage
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.data.batch import pack
 from offbeat.trainer.models.tiny import write_tiny_policy
@@ -129,3 +131,30 @@ async def test_the_learner_counts_an_episode_of_segments_once(forgetful: ChatFor
     assert batch.num_sampled == got.num_sampled == sum(turn.end - turn.start for turn in got.turns)
     assert batch.last.sum() == 1
     assert float(batch.turn_reward.sum()) == pytest.approx(got.reward)
+
+
+def rows(count: int, value: int) -> RoutingArray:
+    return np.full((count, 1, 1), value, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("is_rendered_again", [False, True])
+def test_tokens_keep_the_experts_of_the_turn_that_first_computed_them(
+    is_rendered_again: bool, chat: ChatFormat, forgetful: ChatFormat
+) -> None:
+    """A later turn returns the experts of all tokens before it, which newer weights may have chosen."""
+    assert forgetful.rewriting is not None
+    recorder = RerenderedRecorder(forgetful.rewriting, "") if is_rendered_again else AppendOnlyRecorder(chat, "")
+    spoken = forgetful if is_rendered_again else chat
+    answer = (*spoken.encode("up"), spoken.end_id)
+    lengths: list[int] = []
+    for value in (1, 2):
+        prompt, _ = recorder.ask(TurnMessage("left"))
+        lengths.append(len(prompt) + len(answer) - 1)
+        spans = (VersionSpan(0, len(answer), value),)
+        completion = Completion("r", answer, (-1.0,) * len(answer), spans, routing=rows(lengths[-1], value))
+        recorder.add_completion(completion)
+        recorder.add_reward(0.0, "")
+    (segment,) = recorder.record().segments
+    assert segment.routing is not None
+    assert len(segment.routing) == len(segment.tokens) - 1
+    assert segment.routing[:, 0, 0].tolist() == [1] * lengths[0] + [2] * (lengths[1] - lengths[0])
