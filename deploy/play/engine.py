@@ -20,6 +20,7 @@ from typing import IO, Literal
 
 from pydantic import ValidationError
 
+from offbeat.deploy.config.checks.model import check_engine_arguments
 from offbeat.deploy.config.checks.recurrent import check_recurrent
 from offbeat.deploy.config.devices import GPU_ENGINES, count_gpus, is_installed
 from offbeat.deploy.config.errors import ConfigError
@@ -84,12 +85,12 @@ def prepare_engine(config: RunConfig, name: ServedName, folder: Path) -> Generat
     engine that these hold until the interpreter ends, when its client fails.
 
     Raises:
-        ConfigError: it does not compute such a model.
+        ConfigError: it has no such arguments, or does not compute such a model.
         GenerationError: it is not installed.
     """
     infer = choose_engine(config.actor_infer, name)
     served = config.model_copy(update={"pretrain": str(folder), "actor_infer": infer})
-    if issues := list(check_recurrent(served)):
+    if issues := [*check_engine_arguments(served), *check_recurrent(served)]:
         raise ConfigError(issues)
     atexit.register(gc.collect)
     if infer.strategy_args.strategy_name == "vllm":

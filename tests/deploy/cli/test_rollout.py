@@ -110,6 +110,15 @@ def test_a_model_that_the_engine_does_not_compute_is_refused_by_key(folder: Path
     assert done.output.splitlines()[-1].startswith("actor_infer.model_args.dtype: vLLM on a CPU computes")
 
 
+def test_an_argument_that_the_engine_has_not_is_refused_by_key(folder: Path, tmp_path: Path) -> None:
+    unknown = "+actor_infer.strategy_args.strategy_config.max_num_batched_token=512"
+    out = ("--out", tmp_path / "x.parquet")
+    done = rollout(folder, "--agent", folder / "policy", "--engine", "vllm", *out, unknown)
+    assert done.exit_code == 2
+    assert "max_num_batched_token: vLLM has no such engine argument; did you mean" in done.output.splitlines()[-1]
+    assert rollout(folder, "--agent", folder / "policy", "--engine", "hf_infer", *out, unknown).exit_code == 0
+
+
 @pytest.mark.slow
 def test_an_engine_that_dies_while_it_starts_is_said_in_a_line(folder: Path, tmp_path: Path) -> None:
     """Of heads that are too small for vLLM on a CPU."""
