@@ -127,6 +127,7 @@ def test_another_runs_own_application_is_rejected_by_the_claim():
         ("tiny.hidden_size=128", "hidden_size of config.json differ"),
         ("sequence_length=1024", "context of 512 tokens is below"),
         ("actor_infer.on_weight_update=recompute", "on_weight_update is keep"),
+        ("router_replay=true", "its engines return no experts, which router_replay needs"),
         ("actor_infer.max_lora_rank=8", "max_lora_rank is None, the run's is 8"),
         ("actor_infer.max_lora_rank=8", "its engines take whole weights alone; leave max_lora_rank out"),
         ("weights.transport=nccl", "takes weights by shm, the run sends them by nccl"),

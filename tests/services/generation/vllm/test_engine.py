@@ -101,3 +101,19 @@ def test_roles_keys_reach_the_engine(tmp_path: Path):
         2,
         3,
     )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_experts_are_asked_for_in_the_way_that_the_device_takes(device: Literal["cpu", "cuda"], tmp_path: Path) -> None:
+    """vLLM refuses its own argument on CPUs; a run's other settings of its kind are kept."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    given = {"enable_return_routed_experts": True, "additional_config": {"mine": 1}}
+    config = GenerationConfig(device=device).with_engine(**given)
+    arguments = engine_arguments(config, tmp_path, 512, 1)
+    assert config.returns_routing
+    if device == "cpu":
+        assert "enable_return_routed_experts" not in arguments
+        assert arguments["additional_config"] == {"mine": 1, "offbeat_records_routing": True}
+    else:
+        assert arguments["enable_return_routed_experts"] is True
+        assert arguments["additional_config"] == {"mine": 1}
