@@ -40,13 +40,17 @@ class Context(NamedTuple):
     reward: float
     success: float | None
     """Of the episode, or of the seat."""
+    num_given: int = 0
+    """Messages of a row, before the policy's first turn."""
 
 
 def split_contexts(trajectory: Trajectory, *, is_stepwise: bool = False) -> list[Context]:
     """Return an episode's conversations, each as the policy saw it."""
     if not trajectory.seats and not is_stepwise:
         success = trajectory.metrics.get("success")
-        return [Context(to_messages(trajectory.text), "", 0, trajectory.reward, success)]
+        messages = to_messages(trajectory.text)
+        num_given = max(0, len(messages) - 2 * len(trajectory.turns))
+        return [Context(messages, "", 0, trajectory.reward, success, num_given)]
     system, *texts = trajectory.text or ("",)
     turns = list(zip(texts[::2], texts[1::2], strict=False))
     by_seat: dict[str, list[tuple[str, str]]] = {}
@@ -124,6 +128,6 @@ def _rows(trajectory: Trajectory, per: Per, *, is_stepwise: bool) -> Iterator[di
         if per == "episode":
             yield {"messages": messages, **({"turn": context.first_turn} if is_stepwise else {}), **facts}
             continue
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        answers = [i for i, each in enumerate(messages) if each["role"] == "assistant" and i >= context.num_given]
         for turn, i in enumerate(answers, start=context.first_turn):
             yield {"prompt": messages[:i], "completion": [messages[i]], "turn": turn, **facts}

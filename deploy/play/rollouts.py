@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from msgspec import structs
+
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.play.agents import TextSampler, make_random_agent
 from offbeat.deploy.play.prompts import AnsweredRows, open_answered, open_rewards
 from offbeat.deploy.play.target import PlayTarget, build_target, remove_token_limits
 from offbeat.envs import registry
+from offbeat.envs.prompts import ROW_IMAGE
 from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.errors import EpisodeError
 from offbeat.services.messages.types import (
@@ -215,7 +218,7 @@ async def _play(
             async with agent_slot(runtime, plan.tag, plan.env), asyncio.timeout(target.env.episode_timeout_s):
                 if runtime is not None and plan.env.agent_runner is not None:
                     return await play_with_agent(plan, plan.env.agent_runner, env, traits, answers, runtime)
-                return await play(plan, env, traits, answers, chat)
+                return _with_opening(await play(plan, env, traits, answers, chat), plan, chat)
         except TimeoutError:
             raise EpisodeError("episode_timeout", f"not finished in {target.env.episode_timeout_s:g} s") from None
 
@@ -241,6 +244,16 @@ async def _play(
     finally:
         if not (finished and pool.keep(lease)):
             await lease.runner.close()
+
+
+def _with_opening(trajectory: Trajectory, plan: EpisodePlan, chat: ChatFormat) -> Trajectory:
+    """Return a copy whose texts have the row's earlier messages, too, as its tokens have."""
+    if not plan.opening:
+        return trajectory
+    has_images = plan.prompt is not None and plan.prompt.images
+    opening = [text.replace(ROW_IMAGE, chat.image_tokens.mark) if has_images else text for text in plan.opening]
+    system, *texts = trajectory.text
+    return structs.replace(trajectory, text=(system, *opening, *texts))
 
 
 def read_success(trajectory: Trajectory) -> bool | None:

@@ -1,10 +1,13 @@
 """Answers to rows without a mesh."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from offbeat.deploy.cli.app import app
 from offbeat.deploy.config.loader import load_run
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.play.rollouts import EpisodeRequest, run_episodes
@@ -44,6 +47,31 @@ async def test_validation_rows_are_answered_in_order_and_scored(config: RunConfi
     without = config.model_copy(update={"data": config.data.model_copy(update={"val_dataset_name": None})})
     with pytest.raises(ValueError, match=r"there are no validation rows: set it, or take --split train"):
         await run_episodes(without, request, chat, sample, lambda _, __: None)
+
+
+@pytest.mark.parametrize("per", ["episode", "answer"])
+def test_conversations_have_a_rows_earlier_messages(per: str, tmp_path: Path):
+    """The policy sees them; answers to train on are its own."""
+    given = [
+        {"role": "system", "content": "Add."},
+        {"role": "user", "content": "1 + 1"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "6 + 5"},
+    ]
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    row = {"messages": given, "ground_truth": "11"}
+    rows.write_text("".join(json.dumps(row | {"tag": tag}) + "\n" for tag in ("addition", "mixed")))
+    files = [f"data.dataset_name={rows}", f"data.val_dataset_name={rows}", f"output_dir={tmp_path / 'run'}"]
+    options = ["--agent", "random", "--episodes", "2", "--per", per, "--out", str(out)]
+    done = CliRunner().invoke(app, ["rollout", str(CONFIGS / "rlvr.yaml"), *options, *files])
+    assert done.exit_code == 0, done.output
+    written = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(written) == 2
+    for each in written:
+        messages = each["messages"] if per == "episode" else [*each["prompt"], *each["completion"]]
+        assert messages[:-1] == given
+        assert messages[-1]["role"] == "assistant"
+        assert per == "episode" or each["turn"] == 0
 
 
 async def test_episodes_of_envs_are_scored_by_the_runs_rewards(tmp_path: Path):
