@@ -11,6 +11,7 @@ from pydantic import JsonValue
 
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_setup import load_architecture
+from offbeat.services.chat.vision import TEXT_UNLESS_ASKED
 from offbeat.services.generation.config import ROUTED_EXPERTS, GenerationConfig, app_name
 from offbeat.services.generation.tenancy import EngineOffer
 from offbeat.services.generation.vllm.engine import BACKENDS
@@ -79,6 +80,10 @@ def find_mismatches(config: RunConfig, architecture: Mapping[str, JsonValue], of
     )
     if different:
         yield f"its model differs from the run's: {', '.join(different)} of config.json differ"
+    if offer.architecture.get("model_type") in TEXT_UNLESS_ASKED:
+        offered, requested = (bool(each.model_args.image_input) for each in (offer.config, config.actor_infer))
+        if offered != requested:
+            yield f"its model_args.image_input is {offered}, the run's is {requested}"
     if config.sequence_length > offer.sequence_length:
         yield f"its context of {offer.sequence_length} tokens is below the run's sequence_length of {config.sequence_length}"
     offered, requested = (each.strategy_args.strategy_name for each in (offer.config, config.actor_infer))
@@ -100,6 +105,7 @@ def is_equivalent(requested: GenerationConfig, offer: EngineOffer) -> bool:
     ignored = RUN_SPECIFIC_KEYS | ({"device_mapping"} if requested.device_mapping is None else set[str]())
     sides = [each.model_dump(exclude=ignored) for each in (requested, offer.config)]
     for side in sides:
+        side["model_args"].pop("image_input")  # of some families alone, where it is compared
         engine = side["strategy_args"]["strategy_config"]
         engine.pop("enable_sleep_mode")  # a deployed engine takes no turns
         engine.pop("max_loras")

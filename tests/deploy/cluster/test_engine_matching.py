@@ -1,4 +1,5 @@
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_setup import load_architecture
 from offbeat.services.generation.config import EngineModelArgs, GenerationConfig, app_name
 from offbeat.services.generation.tenancy import EngineOffer
+from tests.families import write_vision_policy
 from tests.paths import QUICKSTART
 
 
@@ -58,6 +60,19 @@ def test_sglang_run_of_an_earlier_build_takes_the_application_that_it_had():
     sglang = "actor_infer.strategy_args.strategy_name=sglang"
     saved = run_config(sglang, "actor_infer.strategy_args.strategy_config.enforce_eager=true")
     assert choose(saved, {"a": offer(run_config(sglang))}) == "a"
+
+
+def test_image_input_is_compared_where_a_policy_is_trained_on_text_without(tmp_path: Path):
+    """A run on images takes no engine that has no vision tower, by name or without; others have it always."""
+    key = "actor_infer.model_args.image_input"
+    text, sees = run_config("tiny.vision={}"), run_config("tiny.vision={}", f"{key}=true")
+    assert choose(sees, {"a": offer(text)}) == "a"
+    write_vision_policy(tmp_path, "qwen3_vl", ["Left"])
+    text, sees = (run_config(f"pretrain={tmp_path}", *keys) for keys in ((), (f"{key}=true",)))
+    assert choose(sees, {"a": offer(text)}) is choose(text, {"a": offer(sees)}) is None
+    assert choose(sees, {"a": offer(sees)}) == "a"
+    named = run_config(f"pretrain={tmp_path}", f"{key}=true", "actor_infer.app=a")
+    assert "image_input is False, the run's is True" in messages(named, {"a": offer(text)})
 
 
 @pytest.mark.parametrize(
