@@ -82,13 +82,16 @@ def _summarize(trajectories: Sequence[Trajectory], group_size: int, has_tokens: 
     reporting = {t.tag for t in trajectories if read_success(t) is not None}
     reported = [t for t in trajectories if t.tag in reporting]
     groups = [[bool(read_success(t)) for t in members] for _, members in groupby(reported, key=lambda t: t.group_id)]
+    tasks: dict[tuple[str, int], list[bool]] = {}  # a row comes again in more groups than a dataset has rows
+    for each in reported:
+        tasks.setdefault((each.tag, each.seed), []).append(bool(read_success(each)))
     whole = [group for group in groups if len(group) == group_size > 1]
     ks = sorted({*(1 << n for n in range(group_size.bit_length())), group_size})
     return EpisodeSummary(
         episodes=count,
         reward=sum(t.reward for t in trajectories) / count,
         success=sum(map(sum, groups)) / len(reported) if reported else None,
-        success_interval=success_interval(groups) if reported else None,
+        success_interval=success_interval(list(tasks.values())) if reported else None,
         pass_at={f"pass@{k}": pass_at_k(whole, k) for k in ks} if whole else {},
         turns=sum(len(t.turns) for t in trajectories) / count,
         tokens=sum(t.num_sampled for t in trajectories) / count if has_tokens else None,
@@ -97,7 +100,7 @@ def _summarize(trajectories: Sequence[Trajectory], group_size: int, has_tokens: 
 
 
 def success_interval(groups: Sequence[Sequence[bool]]) -> tuple[float, float]:
-    """Return Wilson's 95 % confidence interval of the share of successes.
+    """Return Wilson's 95 % confidence interval of the share of successes. groups: by task.
 
     Episodes of a task are alike: in place of their number it has that of independent ones with the same standard error,
     which is clustered by task (Miller 2024, arXiv:2411.00640), between the numbers of tasks and of episodes.

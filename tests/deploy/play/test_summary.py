@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from offbeat.deploy.play.summary import describe, success_interval, summarize, to_json
 from offbeat.services.messages.types import Segment, StopReason, Trajectory, Turn, VersionSpan
@@ -50,6 +51,16 @@ def test_pass_at_k_is_of_whole_groups():
     assert summary.success == pytest.approx(1 / 3)
     assert summary.pass_at == {"pass@1": 0.0, "pass@2": 0.0}
     assert summarize([], 1) == to_json({}) == {}
+
+
+def test_the_interval_takes_groups_of_one_task_together():
+    """As of more episodes than a dataset has rows, which then come again."""
+    episodes = [episode(group, 0, success=float(group % 2)) for group in range(8)]
+    again = [structs.replace(each, seed=each.seed % 2) for each in episodes]
+    assert summarize(episodes, 1)[""].success_interval == success_interval([[each % 2 == 1] for each in range(8)])
+    assert summarize(again, 1)[""].success_interval == success_interval([[False] * 4, [True] * 4])
+    other = [structs.replace(each, tag="U") for each in again[1::2]]
+    assert summarize([*again[::2], *other], 1)[""].success_interval == summarize(again, 1)[""].success_interval
 
 
 def test_the_interval_of_independent_episodes_is_wilsons():
