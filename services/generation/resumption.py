@@ -14,7 +14,7 @@ from typing import Protocol
 
 from offbeat.services.awake_clock import AwakeClock
 from offbeat.services.errors import MeshError
-from offbeat.services.messages.routing import extend_routing
+from offbeat.services.messages.routing import join_routing
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,8 @@ def request_rest(request: GenerateRequest, begun: Completion) -> GenerateRequest
     left = request.sampling.max_new_tokens - len(begun.token_ids)
     prompt = array("i", [*request.prompt, *begun.token_ids])
     sampling = replace(request.sampling, max_new_tokens=left)
-    return replace(request, prompt=prompt, sampling=sampling, num_answered=len(begun.token_ids))
+    start = request.routing_start + (0 if begun.routing is None else len(begun.routing))
+    return replace(request, prompt=prompt, sampling=sampling, num_answered=len(begun.token_ids), routing_start=start)
 
 
 def join(begun: Completion, rest: Completion) -> Completion:
@@ -152,5 +153,5 @@ def join(begun: Completion, rest: Completion) -> Completion:
         token_ids=begun.token_ids + rest.token_ids,
         logprobs=begun.logprobs + rest.logprobs,
         versions=(*begun.versions, *spans),
-        routing=extend_routing(begun.routing, rest.routing),
+        routing=join_routing(begun.routing, rest.routing),
     )

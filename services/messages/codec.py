@@ -143,6 +143,7 @@ class PackedRequest(Message, frozen=True):
     images: tuple[PromptImage, ...]
     stop_strings: tuple[str, ...] = ()
     num_answered: Count = 0
+    routing_start: Count = 0
 
 
 class PackedCompletion(Message, frozen=True):
@@ -176,10 +177,13 @@ def _pack_request(r: GenerateRequest) -> PackedRequest | tuple[object, ...]:
         r.min_version,
         r.images,
         r.sampling.stop_strings,
-        r.num_answered,
+        r.num_answered if r.sampling.stop_strings else 0,
+        r.routing_start,
     )
-    # Without stop strings their fields are left out, so that older builds can read it
-    return packed if r.sampling.stop_strings else structs.astuple(packed)[:-2]
+    if r.routing_start:
+        return packed
+    # Fields without a meaning are left out, so that older builds can read it
+    return structs.astuple(packed)[: -1 if r.sampling.stop_strings else -3]
 
 
 def decode_requests(blob: bytes) -> list[GenerateRequest]:
@@ -202,6 +206,8 @@ def _decode_request(row: PackedRequest) -> GenerateRequest:
     )
     if not all(row.stop_strings) or row.num_answered > len(prompt):
         raise ValueError(f"stop strings {row.stop_strings}, {row.num_answered} of {len(prompt)} tokens answered")
+    if row.routing_start > len(prompt):
+        raise ValueError(f"experts from token {row.routing_start} of {len(prompt)}")
     check_images(row.images, len(prompt))
     episode, continues, _ = row.request_id.partition(EPISODE_SEPARATOR)
     return GenerateRequest(
@@ -213,6 +219,7 @@ def _decode_request(row: PackedRequest) -> GenerateRequest:
         episode=episode if continues else "",
         continues=bool(continues),
         num_answered=row.num_answered,
+        routing_start=row.routing_start,
     )
 
 

@@ -40,11 +40,16 @@ def unpack_routing(packed: PackedRouting, max_rows: int) -> RoutingArray:
     return np.frombuffer(packed.experts, WIDTHS[packed.width]).reshape(-1, packed.layers, packed.top_k)
 
 
+def join_routing(first: RoutingArray | None, rest: RoutingArray | None) -> RoutingArray | None:
+    """Return the rows of a sequence's beginning, then those of its rest."""
+    if first is None or rest is None:
+        return rest if first is None else first
+    return np.concatenate([first, rest])
+
+
 def extend_routing(first: RoutingArray | None, longer: RoutingArray | None) -> RoutingArray | None:
     """Return the rows of a sequence's beginning, then those of the rest: a token has the experts that it was first given."""
-    if first is None or longer is None:
-        return longer if first is None else first
-    return np.concatenate([first, longer[len(first) :]])
+    return join_routing(first, longer if first is None or longer is None else longer[len(first) :])
 
 
 def _check_rows(packed: PackedRouting, max_rows: int) -> None:

@@ -106,6 +106,8 @@ class GenerateRequest:
     """Group whose first prompts are alike, for the choice of a replica; not sent."""
     num_answered: int = 0
     """Tokens at the prompt's end that begin the answer, sampled elsewhere. Sent if there are stop strings."""
+    routing_start: int = 0
+    """Tokens at the prompt's start whose experts are not asked for. Sent if there are any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,9 @@ class Completion:
     cached_tokens: int = 0
     """Prompt tokens whose keys and values the engine had; not sent."""
     routing: RoutingArray | None = field(default=None, compare=False)
-    """Experts of the prompt's and the answer's tokens, of which the last was not computed; None: not recorded."""
+    """Experts of the prompt's and the answer's tokens from `routing_start`, of which the last was not computed; None: not
+    recorded.
+    """
 
 
 class Turn(NamedTuple):

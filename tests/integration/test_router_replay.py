@@ -95,7 +95,13 @@ async def test_experts_are_those_of_the_model_in_later_turns_and_after_updates(
         first = await sample(engine, "a", PROMPT, 1)
         longer = (*PROMPT, *first.token_ids, 61, 62)
         later = await sample(engine, "a", longer, 1)
+        request = GenerateRequest("b", longer, Sampling(max_new_tokens=24), 1, routing_start=50)
+        rest = await engine.generate(request, 1)
     assert later.cached_tokens >= 32
+    assert rest.routing is not None
+    assert later.routing is not None
+    assert np.array_equal(rest.routing[: len(longer) - 50], later.routing[50 : len(longer)])
+    assert len(rest.routing) == len(longer) + 24 - 1 - 50
     chosen: list[Tensor] = []
     hooks = [
         module.register_forward_hook(lambda _, __, outputs: chosen.append(outputs[2]))

@@ -157,7 +157,8 @@ class VllmEngine:
             return await self.sessions.generate(turn)
         await self.sessions.make_room(request)
         with self.sessions.running(request):
-            parameters = self._parameters(request.sampling, _num_answered(request))
+            start = request.routing_start
+            parameters = self._parameters(request.sampling, _num_answered(request), routing_start=start)
             prompt = self._prompt(request, salt)
             sampling = self.llm.generate(prompt, parameters, request.request_id, lora_request=self._adapter)
             outputs = [out async for out in sampling]
@@ -292,9 +293,16 @@ def engine_failures() -> Iterator[None]:
 
 
 def sampling_parameters(
-    sampling: Sampling, num_answered: int = 0, *, is_session: bool = False, num_logprobs: int = 0
+    sampling: Sampling,
+    num_answered: int = 0,
+    *,
+    is_session: bool = False,
+    num_logprobs: int = 0,
+    routing_start: int = 0,
 ) -> Any:
-    """num_answered: as of `GenerateRequest`. num_logprobs: most likely tokens in each place, beside the sampled one."""
+    """num_answered, routing_start: as of `GenerateRequest`. num_logprobs: most likely tokens in each place, beside the
+    sampled one.
+    """
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     from offbeat.services.generation.vllm.stops import NUM_ANSWERED, STOP_STRINGS
@@ -323,6 +331,7 @@ def _num_answered(request: GenerateRequest) -> int:
 def finish_reason(output: Any) -> FinishReason:
     return FINISH_REASONS.get(output.finish_reason, FinishReason.LENGTH)
 
+        routed_experts_prompt_start=routing_start,
 
 def _completion(request_id: str, output: Any, cached_tokens: int) -> Completion:
     if not output.token_ids:  # aborted before its first token

@@ -17,6 +17,7 @@ from offbeat.services.messages.types import (
     Sampling,
 )
 from offbeat.services.rollout.config import WorkerSettings
+from offbeat.services.rollout.episodes.routing import EpisodeRouting
 from offbeat.services.rollout.episodes.turn_batcher import TurnBatcher
 
 BASELINE = "baseline"
@@ -60,6 +61,7 @@ class EpisodeSampler:
         "_name",
         "_num_requests",
         "_retry_s",
+        "_routing",
         "_sampling",
     )
 
@@ -82,6 +84,7 @@ class EpisodeSampler:
         self._group = group
         self._name = uuid.uuid4().hex[:16]
         self._num_requests = 0
+        self._routing = EpisodeRouting()
         self._is_over = False
 
     def __enter__(self) -> Self:
@@ -108,7 +111,11 @@ class EpisodeSampler:
         began, wait_s = now(), INITIAL_RETRY_WAIT_S
         while True:
             try:
-                return await self._batcher.sample(self._request(prompt, max_new_tokens, images, stop_strings))
+                known = self._routing.known(prompt)
+                request = self._request(prompt, max_new_tokens, images, stop_strings)
+                if known is not None:
+                    request = replace(request, routing_start=len(known))
+                return self._routing.complete(prompt, known, await self._batcher.sample(request))
             except TimeoutError as error:
                 failure = EpisodeError("generation_timeout", f"{error}, repeatedly")
             except RetryableError as error:

@@ -206,7 +206,9 @@ async def test_a_caller_who_leaves_ends_its_call(mesh: Mesh) -> None:
 
 def test_a_resumed_turn_has_the_experts_of_the_replica_that_computed_a_token_first() -> None:
     begun = Completion("r", (5, 6), (-0.5,) * 2, (VersionSpan(0, 2, 3),), routing=np.full((3, 1, 1), 1, dtype=np.uint8))
-    rest = Completion("r", (7,), (-0.5,), (VersionSpan(0, 1, 4),), routing=np.full((4, 1, 1), 2, dtype=np.uint8))
+    request = GenerateRequest("r", (1, 2, 3, 4), Sampling(max_new_tokens=9), routing_start=2)
+    assert resumption.request_rest(request, begun).routing_start == 5  # the second sampled token was not computed
+    rest = Completion("r", (7,), (-0.5,), (VersionSpan(0, 1, 4),), routing=np.full((1, 1, 1), 2, dtype=np.uint8))
     joined = resumption.join(begun, rest)
     assert joined.routing is not None
     assert joined.routing[:, 0, 0].tolist() == [1, 1, 1, 2]

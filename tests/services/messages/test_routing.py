@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,16 @@ from msgspec import structs
 from offbeat.services.errors import CodecError
 from offbeat.services.messages import codec
 from offbeat.services.messages.routing import PackedRouting, extend_routing, pack_routing, unpack_routing
-from offbeat.services.messages.types import Completion, Segment, StopReason, Trajectory, Turn, VersionSpan
+from offbeat.services.messages.types import (
+    Completion,
+    GenerateRequest,
+    Sampling,
+    Segment,
+    StopReason,
+    Trajectory,
+    Turn,
+    VersionSpan,
+)
 
 
 def experts(rows: int, dtype: Any = np.uint8) -> Any:
@@ -68,3 +78,14 @@ def test_a_token_keeps_the_experts_that_it_was_first_given() -> None:
     assert extend_routing(None, longer) is longer
     assert extend_routing(first, None) is first
     assert pack_routing(joined, 4).experts == joined.tobytes()
+
+
+@pytest.mark.parametrize("stop_strings", [(), ("</a>",)])
+def test_a_request_says_from_which_token_on_it_wants_experts(stop_strings: tuple[str, ...]) -> None:
+    request = GenerateRequest("r", (5, 6, 7), Sampling(stop_strings=stop_strings), routing_start=2)
+    (got,) = codec.decode_requests(codec.encode_requests([request]))
+    assert got == request
+    plain, wanting = (len(codec.encode_requests([each])) for each in (replace(request, routing_start=0), request))
+    assert plain < wanting
+    with pytest.raises(CodecError, match="experts from token 4 of 3"):
+        codec.decode_requests(codec.encode_requests([replace(request, routing_start=4)]))
