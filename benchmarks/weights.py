@@ -130,7 +130,8 @@ class _Timed:
         self._loads = loads
         self.generate, self.stage = engine.generate, engine.stage
         self.abort, self.sleep, self.wake = engine.abort, engine.sleep, engine.wake
-        self.check, self.close, self.session_counts = engine.check, engine.close, engine.session_counts
+        self.check, self.close = engine.check, engine.close
+        self.session_counts, self.kv_load = engine.session_counts, engine.kv_load
 
     async def load(self, path: Path, version: int) -> Any:
         times = await self._engine.load(path, version)

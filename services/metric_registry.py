@@ -308,6 +308,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout", "submitted/{result}", "episodes", "Submitted trajectories by the buffer's answer."),
     Metric("rollout", "cancelled", "episodes", "Episodes that were cancelled."),
     Metric("rollout", "playing", "episodes", "Episodes that a worker is playing."),
+    Metric(
+        "rollout", "episode_limit", "episodes", "Episodes that it may play by the KV cache's load (`kv_usage_target`)."
+    ),
     Metric("rollout", "hung_threads", "threads", "Threads whose env or reward has not returned."),
     Metric(
         "rollout", "generation_calls", "requests", "Calls of the generation service; each samples a batch of turns."
@@ -328,6 +331,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("generation", "waiting", "requests", "Requests that wait for the engine."),
     Metric("generation", "sessions", "episodes", "Episodes that stay in vLLM until their next turn (`keep_sessions`)."),
     Metric("generation", "continued", "requests", "Turns of such episodes that computed their new tokens alone."),
+    Metric("generation", "kv_usage", "", "Share of vLLM's KV cache that running requests hold."),
+    Metric(
+        "generation", "preemptions", "requests", "Running requests whose keys and values vLLM dropped to make room."
+    ),
     Metric(
         "generation",
         "prefix_cache_hit_rate",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from offbeat.envs.frozen_lake.maps import ACTIONS
 from offbeat.services.chat.append_only import ChatFormat
-from offbeat.services.generation.engine import LoadTimes, SessionCounts
+from offbeat.services.generation.engine import KvLoad, LoadTimes, SessionCounts
 from offbeat.services.generation.replica import GenerationReplica
 from offbeat.services.generation.routing import Unrouted
 from offbeat.services.messages.types import (
@@ -51,6 +51,9 @@ class ScriptedEngine:
 
     def session_counts(self) -> SessionCounts:
         return SessionCounts()
+
+    def kv_load(self) -> KvLoad:
+        return KvLoad()
 
     async def check(self) -> None: ...
 

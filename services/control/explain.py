@@ -21,6 +21,7 @@ from offbeat.services.control.explain_episodes import (
     explain_workers,
     longest_wait,
 )
+from offbeat.services.control.explain_load import explain_preemptions
 from offbeat.services.control.failed_groups import advise_failed
 from offbeat.services.control.failing_episodes import FailingEpisodes
 from offbeat.services.control.interfaces import Health, Observation
@@ -39,6 +40,7 @@ def chain(snapshot: RunSnapshot) -> list[Cause]:
         *_chain(snapshot),
         *_failing(snapshot),
         *_failed(snapshot),
+        *explain_preemptions(snapshot),
         *(Cause("training", finding.name, f"diagnosis: {finding}") for finding in snapshot.learner.findings),
         *_unattended(snapshot),
     ]

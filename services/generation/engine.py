@@ -26,6 +26,19 @@ class SessionCounts(NamedTuple):
     """Turns since the start that computed their new tokens alone."""
 
 
+class KvLoad(NamedTuple):
+    """Load of the KV cache; zeros if the engine does not tell."""
+
+    usage: float = 0.0
+    """Share that running requests hold, averaged over seconds."""
+    preemptions: int = 0
+    """Requests since the start that lost keys and values to others."""
+    recent_preemptions: int = 0
+    """The same, of the last 30 s."""
+    tokens: int = 0
+    """Tokens that the cache holds."""
+
+
 class MostLikely(NamedTuple):
     """Most likely tokens of a position, best first."""
 
@@ -77,6 +90,8 @@ class PolicyEngine(Protocol):
         ...
 
     def session_counts(self) -> SessionCounts: ...
+
+    def kv_load(self) -> KvLoad: ...
 
     async def check(self) -> None:
         """Raise `RetryableError` if the engine is dead."""

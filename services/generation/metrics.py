@@ -1,14 +1,15 @@
-from offbeat.services.generation.engine import LoadTimes, SessionCounts
+from offbeat.services.generation.engine import KvLoad, LoadTimes, SessionCounts
 from offbeat.services.messages.types import Completion
 from offbeat.services.telemetry import MetricRecord, Partial, mean
 
 
 class Counts:
-    def __init__(self, continued: int = 0) -> None:
-        """continued: turns that the engine continued for earlier runs."""
+    def __init__(self, continued: int = 0, preemptions: int = 0) -> None:
+        """continued, preemptions: those of the engine for earlier runs."""
         self._sums = dict.fromkeys(("tokens", "requests", "errors", "resampled", "refused_weights"), 0)
         self._loads: list[LoadTimes] = []
         self._continued = continued
+        self._preemptions = preemptions
         self._prompt_tokens = self._cached_tokens = 0
 
     def completed(self, completion: Completion, prompt_tokens: int) -> None:
@@ -29,7 +30,7 @@ class Counts:
         self._loads.append(times)
 
     def take(
-        self, sessions: SessionCounts, *, replica_id: str, version: int, running: int, waiting: int
+        self, sessions: SessionCounts, kv: KvLoad, *, replica_id: str, version: int, running: int, waiting: int
     ) -> MetricRecord:
         values = {name: Partial("sum", value) for name, value in self._sums.items()}
         values |= {
@@ -40,6 +41,9 @@ class Counts:
             "sessions": Partial("last", sessions.waiting),
             "continued": Partial("sum", sessions.continued - self._continued),
         }
+        if kv.tokens:
+            values["kv_usage"] = Partial("mean", kv.usage)
+            values["preemptions"] = Partial("sum", kv.preemptions - self._preemptions)
         if self._prompt_tokens:
             values["prefix_cache_hit_rate"] = Partial("mean", self._cached_tokens, self._prompt_tokens)
         if self._loads:
@@ -50,4 +54,5 @@ class Counts:
         self._loads = []
         self._prompt_tokens = self._cached_tokens = 0
         self._continued = sessions.continued
+        self._preemptions = kv.preemptions
         return MetricRecord("generation", values, labels={"replica": replica_id})

@@ -68,7 +68,7 @@ class GenerationReplica:
         self._waiting = 0
         self._changed = asyncio.Condition()
         self._running: dict[str, asyncio.Task[Completion]] = {}
-        self._counts = Counts(engine.session_counts().continued)
+        self._counts = Counts(engine.session_counts().continued, engine.kv_load().preemptions)
 
     async def catch_up(self) -> None:
         """Load the newest version, if fetchable.
@@ -134,7 +134,18 @@ class GenerationReplica:
     async def report(self) -> None:
         """Raise `RetryableError` while the broker does not answer."""
         loading, since = self._loading or (None, 0.0)
-        load = ReplicaLoad(len(self._running), self._waiting, loading, since, self._refused)
+        kv = self._engine.kv_load()
+        load = ReplicaLoad(
+            len(self._running),
+            self._waiting,
+            loading,
+            since,
+            self._refused,
+            kv_usage=kv.usage,
+            kv_tokens=kv.tokens,
+            preemptions=kv.preemptions,
+            recent_preemptions=kv.recent_preemptions,
+        )
         await self._subscriber.report(self._replica_id, self._version, load)
 
     async def _load(self, path: Path, version: int) -> None:
@@ -341,6 +352,7 @@ class GenerationReplica:
     def take_metrics(self) -> MetricRecord:
         return self._counts.take(
             self._engine.session_counts(),
+            self._engine.kv_load(),
             replica_id=self._replica_id,
             version=self._version,
             running=len(self._running),

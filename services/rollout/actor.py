@@ -7,7 +7,8 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import ray
 from ray.exceptions import RayError
@@ -33,6 +34,7 @@ from offbeat.services.rollout.data.source import open_data
 from offbeat.services.rollout.rewards import DatasetColumns, EpisodeRewards
 from offbeat.services.rollout.worker import EnvWorker, WorkerEnd
 from offbeat.services.telemetry import AsyncRedisMetrics, MetricRecord, configure_logging
+from offbeat.services.weights.replica_reports import ReplicaLoad, decode_report
 
 LEAST_YOUNG_OBJECTS = 20_000
 """Threshold of the youngest generation; Python's 700 is a few turns."""
@@ -134,6 +136,7 @@ class EnvWorkerActor:
                 prompts=prompts,
                 rewards=build_rewards(self._settings, prompts, self._chat),
                 board=WaitStatusWriter(redis, run_id, uid),
+                read_loads=partial(_read_loads, redis, run_id),
                 clock=clock,
             )
             tune_garbage_collector(self._settings.rollout.max_env_num_per_worker)
@@ -176,6 +179,14 @@ class WaitStatusWriter:
             await self._write("HSET", self._key, worker_id, json.dumps({**report, "received": now_s + now_us / 1e6}))
         except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
             raise retryable(error) from error
+
+
+async def _read_loads(redis: Redis, run_id: str) -> Mapping[str, ReplicaLoad]:
+    try:
+        blobs = await cast(Any, redis.hgetall(RunKeys(run_id).served))
+    except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
+        raise retryable(error) from error
+    return {name.decode(): decode_report(blob).load for name, blob in blobs.items()}
 
 
 class _RetryableMetrics:

@@ -261,6 +261,10 @@ class RolloutConfig(Config):
     """Worker processes."""
     max_env_num_per_worker: int = Field(default=128, ge=1)
     """Concurrent episodes per worker, evaluation included."""
+    kv_usage_target: float | None = Field(default=None, gt=0, le=1)
+    """Share of vLLM's KV cache below which workers keep what running turns hold, by the number of episodes that they play
+    at a time, up to `max_env_num_per_worker`. None: that number alone.
+    """
     cpus_per_worker: float = Field(default=0.5, gt=0)
     """Logical CPUs per worker in Ray."""
     num_threads: int = Field(default=8, ge=1)

@@ -9,7 +9,7 @@ SOURCE = "rollout"
 OWN_METRICS = frozenset(
     (
         *("episodes", "episode_s", "trajectory_tokens", "baseline_reward", "reward", "failures", "cancelled", "turns"),
-        *("playing", "hung_threads", "generation_calls", "cpu_s"),
+        *("playing", "episode_limit", "hung_threads", "generation_calls", "cpu_s"),
         *("tokens_sampled", "generation_s", "generation_max_s", "env_s", "env_max_s", "reward_s", "reward_max_s"),
     )
 )
@@ -94,7 +94,14 @@ class WorkerMetrics:
         calls.env_max_s = max(calls.env_max_s, env_s)
 
     def records(
-        self, *, playing: int, hung_threads: int, calls: int, cpu_s: float, failed_attempts: Mapping[str, int]
+        self,
+        *,
+        playing: int,
+        hung_threads: int,
+        calls: int,
+        cpu_s: float,
+        failed_attempts: Mapping[str, int],
+        episode_limit: int | None = None,
     ) -> list[MetricRecord]:
         """Return and reset counts: per kind and tag, and the worker's. failed_attempts: by `reward/reason`."""
         for key, counters in self._calls.items():
@@ -108,6 +115,8 @@ class WorkerMetrics:
             "cpu_s": Partial("sum", cpu_s),
             **{f"reward_failed/{name}": Partial("sum", float(count)) for name, count in failed_attempts.items()},
         }
+        if episode_limit is not None:
+            own["episode_limit"] = Partial("mean", float(episode_limit))
         labels = {"worker": self._worker_id}
         by_tag = [
             MetricRecord(SOURCE, values, labels={**labels, "kind": kind, "tag": tag})

@@ -31,6 +31,17 @@ class SlotPool:
         self._next_flush_at = 0.0
 
     @property
+    def num_running(self) -> int:
+        """Return the episodes that hold a slot."""
+        return self._num_running
+
+    def resize(self, count: int) -> None:
+        """Change the number of slots; episodes beyond a smaller one finish."""
+        grows, self._count = count > self._count, count
+        if grows:
+            self._freed.set()
+
+    @property
     def num_free(self) -> int:
         # After a claim whose response was lost, more episodes than slots may be running.
         num_excess = max(0, self._num_lent - self._count)

@@ -24,6 +24,7 @@ from offbeat.services.retry import retry_until_answered
 from offbeat.services.rollout.config import WorkerSettings
 from offbeat.services.rollout.data.prompts import PromptSource
 from offbeat.services.rollout.data.source import DATASET_KEY, DataSource
+from offbeat.services.rollout.episode_limit import EpisodeLimit
 from offbeat.services.rollout.episodes.transcript import Transcript
 from offbeat.services.rollout.metrics import WorkerMetrics
 from offbeat.services.rollout.outcomes import EpisodeOutcomes, key_of
@@ -32,6 +33,7 @@ from offbeat.services.rollout.rewards import EpisodeRewards
 from offbeat.services.rollout.slots import Slot, SlotPool
 from offbeat.services.rollout.wait_status import CpuShare, Wait, Waiting, Waits
 from offbeat.services.telemetry import MetricRecord
+from offbeat.services.weights.replica_reports import ReplicaLoad
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,8 @@ MAX_IDLE_S = 1.0
 MAX_HEARTBEAT_INTERVAL_S = 0.5
 REPORT_INTERVAL_S = 1.0
 WAIT_STATUS_INTERVAL_S = 0.5
+LOAD_INTERVAL_S = 1.0
+"""As replicas report it."""
 CPU_WINDOW = 10
 """Wait statuses over whose time the CPU is averaged."""
 SHUTDOWN_TIMEOUT_S = 2.0
@@ -52,6 +56,12 @@ class WorkerEnd(StrEnum):
 
 class WaitsWriter(Protocol):
     async def show(self, worker_id: str, report: Mapping[str, Any]) -> None: ...
+
+
+class LoadReader(Protocol):
+    async def __call__(self) -> Mapping[str, ReplicaLoad]:
+        """Return the load of each replica."""
+        ...
 
 
 class AsyncMetricsSink(Protocol):
@@ -69,13 +79,15 @@ class EnvWorker:
         metrics: AsyncMetricsSink,
         chat: ChatFormat | None,
         board: WaitsWriter | None = None,
+        read_loads: LoadReader | None = None,
         data: DataSource | None = None,
         prompts: PromptSource | None = None,
         rewards: EpisodeRewards | None = None,
         clock: AwakeClock | None = None,
     ) -> None:
-        """chat: None if nothing is sampled. board: None publishes no wait status. data: rows of training groups; None:
-        episodes. prompts: rows that episodes answer, scored by `rewards`. clock: of `generation`.
+        """chat: None if nothing is sampled. board: None publishes no wait status. read_loads: None ignores
+        `kv_usage_target`. data: rows of training groups; None: episodes. prompts: rows that episodes answer, scored by
+        `rewards`. clock: of `generation`.
         """
         self._settings = settings
         self._worker_id = worker_id
@@ -103,6 +115,9 @@ class EnvWorker:
         self._slots = SlotPool(settings.rollout.max_env_num_per_worker, limits=limits)
         self._may_claim = asyncio.Event()
         self._may_claim.set()
+        self._read_loads = read_loads
+        self._num_ended = 0
+        self._episode_limit: int | None = None
         self._drained = False
         self._end: WorkerEnd | None = None
         self._ended = asyncio.Event()
@@ -124,7 +139,9 @@ class EnvWorker:
         Raises:
             MeshError: the buffer rejected a request; restart.
         """
-        work = (self._claim(), self._heartbeat(), self._report(), self._show_waits(), self._ended.wait())
+        work = [self._claim(), self._heartbeat(), self._report(), self._show_waits(), self._ended.wait()]
+        if (target := self._settings.rollout.kv_usage_target) is not None and self._read_loads is not None:
+            work.insert(0, self._follow_load(target, self._read_loads))  # before the first claim
         chores = [asyncio.create_task(chore) for chore in work]
         try:
             done, _ = await asyncio.wait(chores, return_when=asyncio.FIRST_COMPLETED)
@@ -246,6 +263,24 @@ class EnvWorker:
             await asyncio.sleep(WAIT_STATUS_INTERVAL_S)
             share = cpu.take()
 
+    async def _follow_load(self, target: float, read_loads: LoadReader) -> None:
+        rollout, ended = self._settings.rollout, 0
+        limit = EpisodeLimit(
+            target,
+            rollout.max_env_num_per_worker,
+            num_workers=rollout.num_workers,
+            sequence_length=self._settings.sequence_length,
+        )
+        self._slots.resize(limit.limit)
+        while True:
+            loads = await retry_until_answered(read_loads)
+            finished, ended = self._num_ended - ended, self._num_ended
+            if why := limit.observe(loads, self._slots.num_running, finished):
+                logger.info("plays at most %d episodes at a time: %s", limit.limit, why)
+            self._slots.resize(limit.limit)
+            self._episode_limit = limit.limit
+            await asyncio.sleep(LOAD_INTERVAL_S)
+
     async def _write_metrics(self) -> None:
         calls, cpu_s = self._player.num_calls, time.process_time()
         records = self._reporter.records(
@@ -253,6 +288,7 @@ class EnvWorker:
             hung_threads=self._player.envs.num_hung + (self._rewards.num_hung if self._rewards is not None else 0),
             calls=calls - self._calls_reported,
             cpu_s=cpu_s - self._cpu_reported_s,
+            episode_limit=self._episode_limit,
             failed_attempts=self._rewards.take_failures() if self._rewards is not None else {},
         )
         self._calls_reported, self._cpu_reported_s = calls, cpu_s
@@ -272,6 +308,7 @@ class EnvWorker:
             del self._playing[task]
             self._waits.leave(task)
         slot.leave()
+        self._num_ended += 1
         if not done.cancelled() and (error := done.exception()):
             # The failure could not be reported; the buffer takes the episode back when this worker is replaced.
             logger.error("episode %s/%s was lost", task.group_id, task.index, exc_info=error)

@@ -22,6 +22,14 @@ class ReplicaLoad:
     """Unix time, s."""
     refused: str = ""
     """Why the newest version is not served; empty if nothing was refused."""
+    kv_usage: float = 0.0
+    """Share of the KV cache that running requests hold."""
+    kv_tokens: int = 0
+    """Tokens that the KV cache holds; 0: unknown."""
+    preemptions: int = 0
+    """Requests since the engine's start that lost keys and values to others."""
+    recent_preemptions: int = 0
+    """The same, of the last 30 s."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from offbeat.deploy.report.metrics_page import render_page
-from offbeat.services.generation.engine import LoadTimes, SessionCounts
+from offbeat.services.generation.engine import KvLoad, LoadTimes, SessionCounts
 from offbeat.services.generation.metrics import Counts
 from offbeat.services.messages.types import Completion
 from offbeat.services.metric_registry import METRICS, RENAMED, current_names, find_metric
@@ -94,7 +94,7 @@ def test_the_services_metrics_are_in_the_registry():
     counts = Counts()
     counts.completed(Completion("r", (1, 2)), 4)
     counts.loaded(LoadTimes(0.1, 0.2))
-    emitted = counts.take(SessionCounts(), replica_id="a", version=1, running=2, waiting=3).values
+    emitted = counts.take(SessionCounts(), KvLoad(tokens=64), replica_id="a", version=1, running=2, waiting=3).values
     assert set(emitted) == {m.name for m in METRICS if m.source == "generation"}
 
 

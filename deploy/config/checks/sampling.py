@@ -45,6 +45,14 @@ def check_own_arguments(config: RunConfig) -> Iterator[ConfigIssue]:
         )
 
 
+def _find_load_problem(config: RunConfig) -> str:
+    """Return why workers do not learn of the KV cache's load, or ""."""
+    name = config.actor_infer.strategy_args.strategy_name
+    if name != "vllm":
+        return f"{name} does not tell the load of its KV cache: leave it out, or take vllm"
+    return "" if config.uses_engine else "the pipeline samples nothing: leave it out"
+
+
 def check_sampling(config: RunConfig) -> Iterator[ConfigIssue]:
     """Yield settings under which the ratio of equal weights is not 1, and sessions that the engine can't keep."""
     if config.actor_infer.keep_sessions and not config.actor_infer.can_keep_sessions:
@@ -53,6 +61,8 @@ def check_sampling(config: RunConfig) -> Iterator[ConfigIssue]:
             "needs on_weight_update: keep and prefix caching, an engine that never sleeps, and no router_replay: leave it "
             f"out, or set {ENGINE}.enable_sleep_mode=false",
         )
+    if config.rollout.kv_usage_target is not None and (problem := _find_load_problem(config)):
+        yield ConfigIssue("rollout.kv_usage_target", problem)
     args = config.actor_infer.generating_args
     if args.temperature < MIN_TEMPERATURE:
         reason = (

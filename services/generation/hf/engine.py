@@ -21,6 +21,7 @@ from offbeat.services.chat.stops import StopStrings, load_decoder, stop_strings_
 from offbeat.services.errors import GenerationError, RetryableError, RolloutError
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.engine import (
+    KvLoad,
     LoadTimes,
     MostLikely,
     PromptScores,
@@ -208,6 +209,9 @@ class HfEngine:
 
     def session_counts(self) -> SessionCounts:
         return SessionCounts()
+
+    def kv_load(self) -> KvLoad:
+        return KvLoad()
 
     async def check(self) -> None:
         self._raise_if_dead()

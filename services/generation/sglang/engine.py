@@ -17,7 +17,7 @@ import httpx
 from offbeat.services.chat.stops import cut_completion, load_decoder, stop_strings_of
 from offbeat.services.errors import GenerationError, RetryableError, RolloutError
 from offbeat.services.generation.config import GenerationConfig, sampling_mask_limit
-from offbeat.services.generation.engine import LoadTimes, SessionCounts
+from offbeat.services.generation.engine import KvLoad, LoadTimes, SessionCounts
 from offbeat.services.generation.sglang.server import (
     PROGRAM,
     SglangServer,
@@ -181,6 +181,9 @@ class SglangEngine:
 
     def session_counts(self) -> SessionCounts:
         return SessionCounts()
+
+    def kv_load(self) -> KvLoad:
+        return KvLoad()
 
     async def check(self) -> None:
         if (code := self._server.exit_code) is not None:

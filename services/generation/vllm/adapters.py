@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from offbeat.services.errors import GenerationError, RetryableError, WeightsError
 from offbeat.services.generation.config import GenerationConfig
-from offbeat.services.generation.engine import LoadTimes, MostLikely, PromptScores, TopCompletion
+from offbeat.services.generation.engine import KvLoad, LoadTimes, MostLikely, PromptScores, TopCompletion
 from offbeat.services.generation.vllm.engine import VllmEngine, engine_failures, finish_reason, sampling_parameters
 from offbeat.services.messages.types import Completion, FinishReason, GenerateRequest, Sampling, VersionSpan
 
@@ -159,6 +159,9 @@ class VllmAdapterEngine:
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._engine.abort(request_ids)
+
+    def kv_load(self) -> KvLoad:
+        return self._engine.kv_load()
 
     async def check(self) -> None:
         await self._engine.check()

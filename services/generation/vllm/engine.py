@@ -15,7 +15,7 @@ from offbeat.services.chat.stops import load_decoder
 from offbeat.services.chat.vision import IMAGE_INPUT_ADVICE, reads_images
 from offbeat.services.errors import GenerationError, RetryableError, RolloutError
 from offbeat.services.generation.config import GenerationConfig
-from offbeat.services.generation.engine import LoadTimes, SessionCounts
+from offbeat.services.generation.engine import KvLoad, LoadTimes, SessionCounts
 from offbeat.services.generation.vllm.arguments import engine_arguments, engine_environment, extension_arguments
 from offbeat.services.generation.vllm.sessions import KEYS_ALONE, AbortedError, CacheGroups, Sessions, SessionTurn
 from offbeat.services.generation.vllm.update_request import TAKE_ADAPTER, is_whole, update_request_of
@@ -48,12 +48,16 @@ class VllmEngine:
         image_prompts: Any = None,
         sessions: Sessions | None = None,
         groups: CacheGroups = KEYS_ALONE,
+        kv_stats: Any = None,
     ) -> None:
-        """image_prompts: `vision.PromptMaker`, if the model reads images. sessions: those of all that share `llm`."""
+        """image_prompts: `vision.PromptMaker`, if the model reads images. sessions: those of all that share `llm`.
+        kv_stats: `KvStats` of `llm`.
+        """
         self.llm = llm
         self.sessions = sessions or Sessions(llm, config.engine.max_num_seqs, groups)
         self._config = config
         self._image_prompts = image_prompts
+        self._kv_stats = kv_stats
         self._max_length: int = llm.model_config.max_model_len
         self._parameters = lru_cache(MAX_CACHED_SAMPLING_PARAMS)(sampling_parameters)
         self._salt = salt
@@ -82,6 +86,8 @@ class VllmEngine:
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
+            from offbeat.services.generation.vllm.kv_stats import KvStats
+
         arguments = extension_arguments(config) | engine_arguments(config, model, sequence_length, seed)
         arguments["weight_transfer_config"] = WeightTransferConfig(backend=BACKENDS[transport])
         register_model(model)
@@ -93,7 +99,7 @@ class VllmEngine:
             image_prompts = vision.PromptMaker(model)
         printed = StandardError()
         try:
-            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[KvStats])
         except RuntimeError as error:  # of a process that only printed why
             if (cause := printed.last_error()) is None:
                 raise
@@ -101,12 +107,13 @@ class VllmEngine:
         groups = CacheGroups(*(await llm.collective_rpc("prepare"))[0])
         if config.engine.max_lora_rank is not None:
             await llm.collective_rpc("prepare_adapters")
-        engine = cls(llm, config, image_prompts=image_prompts, groups=groups)
+        kv_stats = next(each for each in llm.logger_manager.stat_loggers if isinstance(each, KvStats))
+        engine = cls(llm, config, image_prompts=image_prompts, groups=groups, kv_stats=kv_stats)
         await engine.warm_up()
         return engine
 
     def salted(self, salt: str) -> "VllmEngine":
-        return VllmEngine(self.llm, self._config, salt, self._image_prompts, self.sessions)
+        return VllmEngine(self.llm, self._config, salt, self._image_prompts, self.sessions, kv_stats=self._kv_stats)
 
     async def release(self, salt: str) -> None:
         """Do nothing: the next run's weights replace those of this one."""
@@ -257,6 +264,11 @@ class VllmEngine:
 
     def session_counts(self) -> SessionCounts:
         return SessionCounts(self.sessions.num_waiting, self.sessions.num_continued)
+
+    def kv_load(self) -> KvLoad:
+        if self._kv_stats is None:
+            return KvLoad()
+        return self._kv_stats.load(self.sessions.capacity.max_tokens, kept=self.sessions.kept_share)
 
     async def check(self) -> None:
         from vllm.v1.engine.exceptions import EngineDeadError

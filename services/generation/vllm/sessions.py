@@ -144,6 +144,12 @@ class Sessions:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def kept_share(self) -> float:
+        """Share of the KV cache that waiting sessions hold."""
+        tokens = sum(self._whole_blocks(len(session.kept)) for session in self._waiting.values())
+        return tokens / self.capacity.max_tokens
+
     @contextmanager
     def running(self, request: GenerateRequest) -> Iterator[None]:
         """Count a request that runs, for which `make_room` was called."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from offbeat.services.errors import GenerationError, WeightsError, WeightsRefusedError
 from offbeat.services.generation.config import GenerationConfig
-from offbeat.services.generation.engine import LoadTimes, SessionCounts
+from offbeat.services.generation.engine import KvLoad, LoadTimes, SessionCounts
 from offbeat.services.generation.vllm.adapters import VllmAdapterEngine
 from offbeat.services.generation.vllm.arguments import WORKER_EXTENSION
 from offbeat.services.messages.types import Completion, GenerateRequest
@@ -77,6 +77,9 @@ class RunEngine:
 
     def session_counts(self) -> SessionCounts:
         return SessionCounts()
+
+    def kv_load(self) -> KvLoad:
+        return self._shared.adapters.kv_load()
 
     async def check(self) -> None:
         await self._shared.check()

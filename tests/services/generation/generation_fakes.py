@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from offbeat.services.errors import RetryableError, WeightsError
-from offbeat.services.generation.engine import LoadTimes, SessionCounts
+from offbeat.services.generation.engine import KvLoad, LoadTimes, SessionCounts
 from offbeat.services.messages.types import (
     Completion,
     FinishReason,
@@ -42,6 +42,7 @@ class FakeEngine:
         self.may_load = asyncio.Event()
         self.may_load.set()
         self.sessions = SessionCounts()
+        self.kv = KvLoad()
         self.load_error: Exception | None = None
         self.dead = False
         self.is_asleep = False
@@ -106,6 +107,9 @@ class FakeEngine:
 
     def session_counts(self) -> SessionCounts:
         return self.sessions
+
+    def kv_load(self) -> KvLoad:
+        return self.kv
 
     async def check(self) -> None:
         if self.dead:

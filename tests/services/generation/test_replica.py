@@ -8,7 +8,7 @@ import pytest
 from offbeat.services.errors import GenerationError, RetryableError, RewoundError, WeightsRefusedError
 from offbeat.services.generation import replica as service
 from offbeat.services.generation.config import GenerationConfig
-from offbeat.services.generation.engine import SessionCounts
+from offbeat.services.generation.engine import KvLoad, SessionCounts
 from offbeat.services.generation.replica import GenerationReplica
 from offbeat.services.messages.types import Completion, GenerateRequest, Sampling
 from tests.services.generation.generation_fakes import FakeBroker, FakeEngine
@@ -329,7 +329,17 @@ async def test_metrics_count_everything_once(stage: Stage) -> None:
     assert (values["sessions"].value, values["continued"].value) == (3, 7)
     again = stage.replica.take_metrics().values
     assert again["tokens"].value == again["weight_updates"].value == again["continued"].value == 0
-    assert again.keys().isdisjoint({"pause_s", "prefix_cache_hit_rate"})
+    assert again.keys().isdisjoint({"pause_s", "prefix_cache_hit_rate", "kv_usage", "preemptions"})
+
+
+async def test_the_load_of_the_kv_cache_is_recorded_and_reported(stage: Stage) -> None:
+    stage.engine.kv = KvLoad(usage=0.75, preemptions=5, recent_preemptions=2, tokens=4096)
+    values = stage.replica.take_metrics().values
+    assert (values["kv_usage"].value, values["preemptions"].value) == (0.75, 5)
+    assert stage.replica.take_metrics().values["preemptions"].value == 0
+    await stage.replica.report()
+    load = stage.broker.loads[-1]
+    assert (load.kv_usage, load.preemptions, load.recent_preemptions, load.kv_tokens) == (0.75, 5, 2, 4096)
 
 
 async def test_a_replica_that_retires_ends_what_runs_and_what_waits(stage: Stage) -> None:

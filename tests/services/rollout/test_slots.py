@@ -125,3 +125,19 @@ async def test_as_many_episodes_as_slots_may_wait_for_rewards_before_claims_shri
         second[0].leave()
         await asyncio.gather(first[1].finish_and_wait_for_flush(), second[1].finish_and_wait_for_flush())
     assert (slots.num_free, slots.num_free_of(EpisodeKind.EVAL)) == (2, 1)
+
+
+async def test_fewer_slots_let_running_episodes_finish_and_more_wake_the_claim():
+    slots = SlotPool(3, gather_s=0.0)
+    playing = [slots.take() for _ in range(3)]
+    slots.resize(1)
+    await playing[0].finish_and_wait_for_flush()
+    await slots.wait_for_free_slots()
+    assert (slots.num_running, slots.num_free) == (2, 0)
+    claim = asyncio.create_task(slots.wait_for_free_slots())
+    await asyncio.sleep(0)
+    assert not claim.done()
+    slots.resize(4)
+    async with asyncio.timeout(LONG_S):
+        await claim
+    assert slots.num_free == 2

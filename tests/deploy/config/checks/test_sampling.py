@@ -88,6 +88,17 @@ def test_sessions_are_refused_where_the_engine_keeps_none_and_left_out_by_defaul
     assert config.can_keep_sessions is config.keeps_sessions is False
 
 
+def test_a_target_of_the_kv_cache_needs_an_engine_that_tells_its_load():
+    target = "+rollout.kv_usage_target=0.7"
+    assert "rollout.kv_usage_target" not in problems(target)
+    for name in ("hf_infer", "sglang"):
+        found = problems(target, f"+actor_infer.strategy_args.strategy_name={name}")
+        assert (
+            found["rollout.kv_usage_target"]
+            == f"{name} does not tell the load of its KV cache: leave it out, or take vllm"
+        )
+
+
 def test_an_engine_on_a_cpu_keeps_sessions_by_default():
     assert engine_config().keeps_sessions
     assert not engine_config("+actor_infer.keep_sessions=false").keeps_sessions

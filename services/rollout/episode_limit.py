@@ -1,0 +1,76 @@
+"""Number of episodes that a worker plays at a time, by the load of the engines' KV cache (`rollout.kv_usage_target`).
+
+Invariants: the limit grows only as episodes end, so that it never outruns its own effect; it shrinks what is admitted,
+and cancels no running episode.
+"""
+
+from collections.abc import Mapping
+
+from offbeat.services.weights.replica_reports import ReplicaLoad
+
+GROWTH = 0.25
+"""Of the limit, at least 1, in the time in which all episodes in play end once."""
+CUT = 0.8
+"""Of the episodes in play, after preemptions."""
+LOW = 0.85
+"""Share of the target below which the limit grows, and to which it shrinks."""
+COOLDOWN = 6
+"""Observations between reductions, in which the one before takes effect."""
+BINDING = 0.9
+"""Share of the limit in play at which it is the limit that binds."""
+
+
+class EpisodeLimit:
+    def __init__(self, target: float, most: int, *, num_workers: int, sequence_length: int) -> None:
+        """target: share of the KV cache. most: limit without load."""
+        self._target = target
+        self._most = most
+        self._num_workers = num_workers
+        self._sequence_length = sequence_length
+        self._limit: float | None = None
+        self._tells = True
+        """Whether the engines, if there are any, may tell their load."""
+        self._preemptions: dict[str, int] = {}
+        self._cooldown = 0
+
+    @property
+    def limit(self) -> int:
+        if self._limit is not None:
+            return int(self._limit)
+        return 1 if self._tells else self._most
+
+    def observe(self, loads: Mapping[str, ReplicaLoad], playing: int, finished: int) -> str:
+        """Adapt the limit; return why it shrank, or "".
+
+        loads: by replica; those that do not tell are left out. finished: episodes since the last observation.
+        """
+        known = {name: load for name, load in loads.items() if load.kv_tokens}
+        if not known:
+            self._tells = not loads
+            return ""
+        preempted = sum(
+            load.preemptions - min(load.preemptions, self._preemptions.get(name, load.preemptions))
+            for name, load in known.items()
+        )
+        self._preemptions = {name: load.preemptions for name, load in known.items()}
+        self._cooldown = max(0, self._cooldown - 1)
+        usage = max(load.kv_usage for load in known.values())
+        if self._limit is None:  # what fits whatever the episodes' length
+            tokens = sum(load.kv_tokens for load in known.values())
+            self._limit = self._clamp(tokens / self._sequence_length / self._num_workers)
+        if playing and not self._cooldown and preempted:
+            return self._shrink(CUT * playing, f"{preempted} request(s) were preempted")
+        if playing and not self._cooldown and usage > self._target:
+            return self._shrink(playing * LOW * self._target / usage, f"{usage:.0%} of the KV cache is in use")
+        if usage < LOW * self._target and not preempted and playing >= BINDING * self.limit:
+            self._limit = self._clamp(self._limit + max(GROWTH * self._limit, 1.0) * finished / max(playing, 1))
+        return ""
+
+    def _shrink(self, wanted: float, why: str) -> str:
+        before = self.limit
+        self._limit = self._clamp(min(wanted, float(before)))
+        self._cooldown = COOLDOWN
+        return why if self.limit < before else ""
+
+    def _clamp(self, limit: float) -> float:
+        return min(max(limit, 1.0), float(self._most))
