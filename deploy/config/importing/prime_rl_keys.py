@@ -167,7 +167,7 @@ ORCHESTRATOR: Rules = (
     ("orchestrator.group_size", rename("train_env_manager.group_size")),
     ("orchestrator.max_off_policy_steps", take_bound),
     ("orchestrator.concurrency.max_inflight|initial_inflight", take_slots),
-    ("orchestrator.concurrency.**", no_effect("slots are constant: train_env_manager.num_env_groups")),
+    ("orchestrator.concurrency.**", no_effect("slots are constant; rollout.kv_usage_target adapts the episodes in play")),
     ("orchestrator.train.filter_zero_advantages", take_zero_advantages),
     ("orchestrator.train.sampling.temperature", rename(f"{SAMPLING}.temperature")),
     ("orchestrator.train.sampling.max_completion_tokens", take_answer(f"{SAMPLING}.max_new_tokens")),
