@@ -45,6 +45,7 @@ OF_THE_MODEL: dict[str, Change] = {
     "lora_target": ({}, LORA),
     "lora_rank": (LORA | {"lora_alpha": 8.0}, {"lora_rank": 4}),
     "lora_alpha": (LORA, {"lora_alpha": 4.0}),
+    "use_rslora": (LORA, {"use_rslora": True}),
 }
 """What is computed, with what, and which weights are trained."""
 
@@ -113,6 +114,10 @@ def test_every_key_of_a_critic_and_a_model_has_an_effect_that_is_shown():
         "num_processes",
     }  # training/test_batch_sizes.py, deploy/config/test_device_plan.py
     assert set(CriticConfig.model_fields) == shown | elsewhere
-    assert set(ModelArgs.model_fields) == set(OF_THE_MODEL)
+    with_files = {
+        "adapter_name_or_path",
+        "image_input",
+    }  # trainer/models/test_initial_adapter.py, trainer/models/test_vision.py
+    assert set(ModelArgs.model_fields) == {*OF_THE_MODEL, *with_files}
     of_the_folder = {"model_name_or_path", "model_type"}  # trainer/models/test_critic_head.py
     assert set(CriticModelArgs.model_fields) == {*of_the_folder, *OF_THE_ROLES}
