@@ -331,6 +331,7 @@ def sampling_parameters(
         flat_logprobs=True,
         detokenize=False,
         extra_args=stops,
+        routed_experts_prompt_start=routing_start,
         output_kind=RequestOutputKind.DELTA if is_session else RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # a copy is made for each request all the same; they share what one engine fills in alike
     )
@@ -343,7 +344,6 @@ def _num_answered(request: GenerateRequest) -> int:
 def finish_reason(output: Any) -> FinishReason:
     return FINISH_REASONS.get(output.finish_reason, FinishReason.LENGTH)
 
-        routed_experts_prompt_start=routing_start,
 
 def _completion(request_id: str, output: Any, cached_tokens: int) -> Completion:
     if not output.token_ids:  # aborted before its first token
