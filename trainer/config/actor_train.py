@@ -168,7 +168,7 @@ class ActorTrainConfig(Config):
     """Default: `cuda` if the engines leave GPUs for all processes."""
     num_processes: int = Field(default=1, ge=1)
     """Processes, over several nodes if needed; `device_mapping` implies it. They are data-parallel, except for
-    `strategy_args.tp_size` and `pp_size`.
+    `strategy_args.tp_size`, `pp_size` and `ulysses_size`.
     """
     device_mapping: DeviceMapping | None = None
     """Devices of the cluster, one per process, as a list or ROLL's `list(range(0, 8))`. None: chosen."""
