@@ -7,7 +7,7 @@ import re
 import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def check_machine(tasks: Sequence[HarborTask], limits: ShellLimits) -> None:
         check_sandbox(limits)
         return
     with ThreadPoolExecutor(NUM_ENGINE_CALLS) as pool:
-        errors = [error for error in pool.map(lambda task: _find_error(task, limits), tasks) if error]
+        errors = [error for error in pool.map(partial(_find_error, limits), tasks) if error]
     if errors:
         more = f"; and {len(errors) - MAX_NAMED} more" if len(errors) > MAX_NAMED else ""
         raise IsolationError(
@@ -96,7 +96,7 @@ def _own_limits(task: HarborTask, limits: ShellLimits) -> ShellLimits:
     return limits.model_copy(update={"image": task_image(task)})
 
 
-def _find_error(task: HarborTask, limits: ShellLimits) -> str:
+def _find_error(limits: ShellLimits, task: HarborTask) -> str:
     try:
         image_build(find_image(_own_limits(task, limits)))
     except (IsolationError, ValueError) as error:

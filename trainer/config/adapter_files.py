@@ -7,7 +7,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -84,12 +84,12 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     if not (folder / ADAPTER_CONFIG).is_file():
         raise AdapterError(f"{folder} has no {ADAPTER_CONFIG}: it is no adapter in PEFT's form")
     try:
-        settings = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        settings: Any = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise AdapterError(f"{folder / ADAPTER_CONFIG} can't be read: {error}") from error
     if not isinstance(settings, dict):
         raise AdapterError(f"{folder / ADAPTER_CONFIG} is no JSON object")
-    return settings
+    return cast(dict[str, Any], settings)
 
 
 def _read_shapes(file: Path, rank: int) -> dict[str, tuple[int, int]]:

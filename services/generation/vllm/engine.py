@@ -107,6 +107,7 @@ class VllmEngine:
         groups = CacheGroups(*(await llm.collective_rpc("prepare"))[0])
         if config.engine.max_lora_rank is not None:
             await llm.collective_rpc("prepare_adapters")
+        assert llm.logger_manager is not None, "a logger is given"
         kv_stats = next(each for each in llm.logger_manager.stat_loggers if isinstance(each, KvStats))
         engine = cls(llm, config, image_prompts=image_prompts, groups=groups, kv_stats=kv_stats)
         await engine.warm_up()

@@ -139,9 +139,11 @@ EFFECTS: dict[str, list[Change]] = {
 }
 IN_THE_STEP = {
     "ppo_epochs", "critic_warmup", "target_kl", "kl_horizon", "entropy_loss_scheduler_type", "ref_model_sync_steps",
-    "ref_model_mixup_alpha", "max_refill_ratio",
+    "ref_model_mixup_alpha", "max_refill_ratio", "router_replay",
 }  # fmt: skip
-"""Shown by tests/trainer/training/test_optimizer_step.py and tests/trainer/learner/test_group_intake.py."""
+"""Shown by tests/trainer/training/test_optimizer_step.py, tests/trainer/learner/test_group_intake.py and, for mixtures of
+experts, tests/integration/test_router_replay.py.
+"""
 OF_THE_ENGINE = {"model_args", "strategy_args", "infer_batch_size", "device_mapping"}
 """Of a teacher: which model, and its placement on processes (tests/integration/test_learner_engine.py)."""
 
