@@ -10,7 +10,11 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
+from offbeat.deploy import run_setup
+from offbeat.deploy.cli.app import app
+from offbeat.deploy.config.loader import load_run
 from offbeat.deploy.model_export import export_adapter
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
@@ -18,6 +22,7 @@ from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.lora import named_weights
 from offbeat.trainer.models.tiny import write_tiny_policy
+from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.training.policy_trainer import PolicyTrainer
 from tests.fakes import make_group, train_on
 from tests.integration.test_learner_policy_trainer import (
@@ -29,11 +34,13 @@ from tests.integration.test_learner_policy_trainer import (
     run_of,
     weights,
 )
+from tests.paths import CONFIGS
 from tests.trainer.peft_adapter import write_adapter
 
 GROUPS = [make_group(n, rewards=(0.0, 1.0, 0.5)) for n in range(3)]
 ARGS = ModelArgs(lora_target="q_proj,v_proj,down_proj", lora_rank=3, lora_alpha=5.0, use_rslora=True)
 KL = (*REFERENCE, "use_kl_loss=true", "kl_loss_coef=0.1")
+DPO = ("eval_steps=0", "data.val_dataset_name=null", "dpo.precompute_ref_log_probs=true")
 BF16 = ("actor_train.model_args.dtype=bfloat16", "actor_infer.model_args.dtype=float32")
 
 
@@ -126,3 +133,33 @@ def test_a_run_that_starts_from_an_exported_adapter_starts_where_it_ended(
     export_adapter(saved, tmp_path / "exported", print)
     second = begun(started(tmp_path / "second", base, tmp_path / "exported"), ranks)
     assert_equal(weights(second), weights(first))
+
+
+@pytest.mark.parametrize("has_adapter", [True, False], ids=["adapter", "base"])
+def test_distill_prepare_and_the_learner_score_the_same_reference(
+    tmp_path: Path, ranks: Ranks, base: Path, adapter: Path, has_adapter: bool
+) -> None:
+    """Either finds the other's scores by their key."""
+    rows = tmp_path / "pairs.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": "a b", "chosen": word, "rejected": "left"}) + "\n" for word in "cde"))
+    overrides = [f"pretrain={base}", f"data.dataset_name={rows}", f"output_dir={tmp_path / 'run'}", *DPO]
+    if has_adapter:
+        overrides.append(f"actor_train.model_args.adapter_name_or_path={adapter}")
+    result = CliRunner().invoke(app, ["distill", "prepare", str(CONFIGS / "dpo.yaml"), *overrides])
+    assert "reference: 3 of 3 rows scored now" in result.output, result.output
+    prepared = scores_beside(rows)
+    config = load_run(CONFIGS / "dpo.yaml", overrides)
+    run_setup.prepare_folder(config)
+    begun(LearnerRun("run", "now", config.output_dir, config), ranks)
+    computed = scores_beside(rows)
+    assert prepared.keys() == computed.keys()
+    assert_equal(prepared, computed)
+
+
+def scores_beside(rows: Path) -> dict[str, Tensor]:
+    """Remove a dataset's files of scores; return the reference's logprobs by key and row."""
+    scores: dict[str, Tensor] = {}
+    for file in sorted(rows.with_name(f"{rows.name}.scores").rglob("*.safetensors")):
+        scores |= {f"{file.parent.name}/{row}": tensor for row, tensor in load_file(file).items()}
+        file.unlink()
+    return scores

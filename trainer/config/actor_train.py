@@ -71,6 +71,13 @@ class ModelArgs(ConditionalConfig):
             overrides.pop("attn_implementation", None)
         return self.without_adapters.model_copy(update=overrides)
 
+    def of_start(self, role: RoleModelArgs) -> "ModelArgs":
+        """Return the arguments of a role whose model is the policy of version 0: with the adapter that it starts from."""
+        if self.adapter_name_or_path is None:
+            return self.of_role(role)
+        names = ("adapter_name_or_path", "lora_target", "lora_rank", "lora_alpha", "use_rslora")
+        return self.of_role(role).model_copy(update={name: getattr(self, name) for name in names})
+
 
 TINY_LR, PRETRAINED_LR = 1e-3, 1e-6
 """Default learning rates of all weights."""

@@ -30,7 +30,8 @@ def load_scorer(
     try:
         if own.own_folder is not None:
             check_same_tokens(policy_folder, folder, f"{role.name}.model_args.model_name_or_path")
-        args = config.actor_train.model_args.of_role(own)
+        policy = config.actor_train.model_args
+        args = policy.of_start(own) if role.starts_from_policy else policy.of_role(own)
         if role.config.strategy_args.strategy_name == "vllm":
             return _open_teacher(run, role, policy_folder, folder, open_engine)
         model = load_policy(folder, args, own.choose_seed(config.seed), config.temperature)
