@@ -3,6 +3,7 @@
 import asyncio
 import gc
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -15,16 +16,19 @@ from tests.integration.policy_weights import random_policy, save_weights, write_
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 ANSWER = 96
+CONFIG = GenerationConfig(model_args=EngineModelArgs(dtype="float32"), kv_cache_gib=0.003, keep_sessions=True)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_policy(tmp_path_factory.mktemp("load"))
+    return save_weights(random_policy(folder, 0), folder / "weights.safetensors")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmEngine]:
+async def engine(weights: Path) -> AsyncIterator[VllmEngine]:
     """Of a KV cache for a few sequences."""
-    folder = tmp_path_factory.mktemp("load")
-    write_policy(folder)
-    config = GenerationConfig(model_args=EngineModelArgs(dtype="float32"), kv_cache_gib=0.003, keep_sessions=True)
-    engine = await VllmEngine.start(config, folder, sequence_length=256, seed=0)
-    weights = save_weights(random_policy(folder, 0), folder / "weights.safetensors")
+    engine = await VllmEngine.start(CONFIG, weights.parent, sequence_length=256, seed=0)
     await engine.stage(weights)
     await engine.load(weights, 0)
     yield engine
@@ -52,6 +56,20 @@ async def test_requests_that_fit_are_not_preempted_and_others_are(engine: VllmEn
     assert many.preemptions == many.recent_preemptions > 0
     assert few.usage < many.usage <= 1.0
     assert all(len(each.token_ids) == ANSWER for each in completions)
+
+
+async def test_requests_recomputed_under_new_weights_are_not_preempted(engine: VllmEngine, weights: Path) -> None:
+    recompute = CONFIG.model_copy(update={"on_weight_update": "recompute"})
+    recomputing = VllmEngine(engine.llm, recompute, sessions=engine.sessions)
+    before = engine.kv_load().preemptions
+    running = asyncio.create_task(play(recomputing, 2, "recomputed"))
+    await recomputing.generate(GenerateRequest("short", (5, 6, 7), Sampling(max_new_tokens=8), episode=""), 0)
+    await recomputing.load(weights, 1)
+    for completion in await running:
+        assert len(completion.versions) == 2
+    assert engine.kv_load().preemptions == before
+    await play(recomputing, 8 * engine.kv_load().tokens // 256, "crowded")
+    assert engine.kv_load().preemptions > before, "others still count"
 
 
 async def test_a_session_between_its_turns_is_not_in_use(engine: VllmEngine) -> None:

@@ -1,5 +1,6 @@
 """vLLM's schedulers with stop strings, in the engine's process, so that an answer ends with the very token that completes
-one: vLLM's own checks a step later in another process, and not the turns of a session.
+one: vLLM's own checks a step later in another process, and not the turns of a session. Their statistics do not count
+requests that new weights preempt.
 """
 
 # pyright: basic
@@ -25,6 +26,14 @@ class StopScheduler(Scheduler):
         if _arguments(request):
             self._update_request_with_output = self._update_to_stop
         super().add_request(request)
+
+    def reset_prefix_cache(self, *arguments: Any, **named: Any) -> bool:
+        """Preempt running requests without counting them, as it is for new weights and not for want of cache."""
+        counts, self.log_stats = self.log_stats, False
+        try:
+            return super().reset_prefix_cache(*arguments, **named)
+        finally:
+            self.log_stats = counts
 
     def _update_to_stop(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
