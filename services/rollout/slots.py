@@ -1,7 +1,7 @@
 """Concurrency slots of episodes, with batched submission.
 
-Invariants: an episode holds its slot until submitted, or until it waits for rewards, as at most `count` may; close
-finishes are submitted together with the next claim.
+Invariants: an episode holds its slot until submitted, or until it waits for rewards, as at most the pool's first `count`
+may; close finishes are submitted together with the next claim.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ class SlotPool:
     def __init__(
         self, count: int, gather_s: float = FLUSH_INTERVAL_S, *, limits: Mapping[EpisodeKind, int] | None = None
     ) -> None:
-        self._count = count
+        self._count = self._max_lent = count
         self._limits = dict(limits or {})
         self._held: Counter[EpisodeKind] = Counter()
         """Of running episodes and those to be submitted."""
@@ -36,7 +36,7 @@ class SlotPool:
         return self._num_running
 
     def resize(self, count: int) -> None:
-        """Change the number of slots; episodes beyond a smaller one finish."""
+        """Change the number of slots, but not how many episodes may wait for rewards; those beyond fewer slots finish."""
         grows, self._count = count > self._count, count
         if grows:
             self._freed.set()
@@ -44,7 +44,7 @@ class SlotPool:
     @property
     def num_free(self) -> int:
         # After a claim whose response was lost, more episodes than slots may be running.
-        num_excess = max(0, self._num_lent - self._count)
+        num_excess = max(0, self._num_lent - self._max_lent)
         return max(0, self._count - self._num_running - len(self._finished) - num_excess)
 
     def num_free_of(self, kind: EpisodeKind) -> int:

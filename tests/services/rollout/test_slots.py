@@ -141,3 +141,19 @@ async def test_fewer_slots_let_running_episodes_finish_and_more_wake_the_claim()
     async with asyncio.timeout(LONG_S):
         await claim
     assert slots.num_free == 2
+
+
+async def test_fewer_slots_let_as_many_episodes_wait_for_rewards_as_before():
+    slots = SlotPool(3, gather_s=0.0)
+    slots.resize(1)
+    waiting: list[Slot] = []
+    for _ in range(3):
+        assert slots.num_free == 1
+        waiting.append(slots.take())
+        waiting[-1].lend()
+    assert slots.num_free == 1
+    waiting.append(slots.take())
+    waiting[-1].lend()
+    assert slots.num_free == 0, "four wait, of three that may"
+    waiting[0].leave()
+    assert slots.num_free == 1
