@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 from offbeat.envs.model_path import Location, resolve_location, without_none
 from offbeat.trainer.config.aliases import find_aliases, find_reason
-from offbeat.trainer.config.issue import ConfigIssue
+from offbeat.trainer.config.issue import SECRET_TABLES, ConfigIssue
 from offbeat.trainer.config.user_function import FUNCTION_PATTERN
 
 MIN_SIMILARITY = 0.6
@@ -20,8 +20,6 @@ MISSPELLED = 0.8
 """Similarity of a key that is hardly another word."""
 MAX_ISSUES = 50
 """Each unknown key costs milliseconds."""
-SECRET_TABLES = ("control", "redis", "system_envs")
-"""Their values are not printed: another form than expected may be a secret."""
 URL_USER = re.compile(r"://[^/\s@]*@")
 MAX_KEY_CHARS = 100
 """Longest key shown and compared."""

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+SECRET_TABLES = ("control", "redis", "system_envs")
+"""Their values are not printed: another form than expected may be a secret."""
+
 
 @dataclass(frozen=True, slots=True)
 class ConfigIssue:

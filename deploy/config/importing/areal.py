@@ -40,6 +40,7 @@ from offbeat.deploy.config.importing.rules import (
     UNKNOWN,
     Key,
     Tree,
+    WrongTypeError,
     add_defaults,
     apply,
     get,
@@ -75,7 +76,10 @@ PLAIN = "AReaL's SFT has question and answer as plain text; here they are a conv
 
 def import_areal(path: Path) -> Imported:
     """Import a file of AReaL's; raises `ConfigError`."""
-    return finish(path, *translate_areal(path))
+    try:
+        return finish(path, *translate_areal(path))
+    except WrongTypeError as error:
+        raise ConfigError([ConfigIssue(error.key, str(error))], str(path)) from error
 
 
 def translate_areal(path: Path) -> tuple[Tree, list[KeyReport], list[str]]:
@@ -92,13 +96,16 @@ def _read(path: Path) -> tuple[Tree, list[str]]:
         source = load_yaml(path.read_text(encoding="utf-8"))
     if not isinstance(source, dict) or not ({"actor", "train_dataset", "gconfig"} & {*source}):
         raise ConfigError([ConfigIssue("", "no experiment of AReaL: no actor, train_dataset or gconfig")], str(path))
-    config, remarks = OmegaConf.create(cast(Tree, hide(source))), list[str]()
+    config, remarks, met = OmegaConf.create(cast(Tree, hide(source))), list[str](), set[str]()
     while True:
         try:
             resolved: Any = OmegaConf.to_container(config, resolve=True)
             return {str(name): value for name, value in reveal(resolved).items()}, remarks
         except InterpolationKeyError as error:
             key = str(error.full_key)
+            if key in met:
+                raise ConfigError([ConfigIssue(key, f"{error.msg}: name a key, or leave it out")], str(path)) from error
+            met.add(key)
             remarks.append(f"{key}: {error.msg}; left out")
             OmegaConf.update(config, key, None)
         except OmegaConfBaseException as error:

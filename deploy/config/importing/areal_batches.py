@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offbeat.deploy.config.importing.report import Outcome
-from offbeat.deploy.config.importing.rules import Key, Tree, get, get_table
+from offbeat.deploy.config.importing.rules import Key, Tree, WrongTypeError, get, get_table
 from offbeat.trainer.config.aliases import ENGINE
 
 PIPELINES = {"rl": "rlvr", "sft": "sft", "rw": "reward_model", "dpo": "dpo"}
@@ -103,6 +103,8 @@ def take_allocation(key: Key) -> Outcome:
 
 def find_pipeline(tree: Tree) -> str:
     kind = get(tree, "train_dataset.type")
+    if kind is not None and not isinstance(kind, str):
+        raise WrongTypeError("train_dataset.type", kind, f"one of {', '.join(PIPELINES)}")
     if kind in PIPELINES:
         return PIPELINES[kind]
     if isinstance(tree.get("rollout"), dict) or "gconfig" in tree:

@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from offbeat.deploy.config.importing.areal_batches import answer_tokens, has_critic, has_kl
+from offbeat.deploy.config.importing.numbers import get_number
 from offbeat.deploy.config.importing.report import Outcome
 from offbeat.deploy.config.importing.rules import (
     Key,
     Rule,
     Rules,
     Tree,
+    WrongTypeError,
     get,
     get_table,
     missing,
@@ -151,8 +153,11 @@ def correction(tree: Tree) -> tuple[dict[str, Any], list[dict[str, Any]]] | None
     caps = [cap for name in OLD_CAPS if isinstance(cap := get(tree, f"actor.{name}"), int | float)]
     if not is_decoupled(tree) or not (is_given or caps) or given.get("metric", "ratio") != "ratio":
         return None
-    upper = given.get("upper", UPPER) if is_given else caps[0]
-    lower, is_sequence = given.get("lower"), given.get("level", "token") == "sequence"
+    if given.get("upper", UPPER) is None:
+        raise WrongTypeError("actor.rejection_sampling.upper", None, "a number")
+    upper = get_number(tree, "actor.rejection_sampling.upper", UPPER) if is_given else caps[0]
+    lower = get_number(tree, "actor.rejection_sampling.lower", 0.0)
+    is_sequence = given.get("level", "token") == "sequence"
     weight: dict[str, Any] = {"weight_type": "geometric" if is_sequence else "token", "upper_bound": float(upper)}
     if lower:
         weight["lower_bound"] = float(lower)

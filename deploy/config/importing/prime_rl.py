@@ -4,13 +4,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.importing.fitting import finish
 from offbeat.deploy.config.importing.prime_rl_batches import (
-    MAX_OFF_POLICY,
     batch,
     devices,
     eval_size,
     group_size,
+    max_off_policy,
     slots,
     staleness,
 )
@@ -42,12 +43,14 @@ from offbeat.deploy.config.importing.rules import (
     UNKNOWN,
     Key,
     Tree,
+    WrongTypeError,
     add_defaults,
     apply,
     get,
     get_table,
     translate,
 )
+from offbeat.trainer.config.issue import ConfigIssue
 
 DATASET, POLICY = "PrimeIntellect/Reverse-Text-SFT", "Qwen/Qwen3-0.6B"
 """prime-rl's defaults of `data.name` and `model.name`."""
@@ -64,14 +67,17 @@ EVALUATED = (
     "without a temperature prime-rl's evaluations sample as the model's generation_config says, here at temperature 1: "
     "val_env_manager.generating_args"
 )
-
+COPIED = "values of env_vars are copied into the file: write secrets as references, ${oc.env:NAME}"
 PACKED = "prime-rl packs rows into sequences of seq_len tokens, of which it counts a batch; here a batch counts rows"
 
 
 def import_prime_rl(paths: Sequence[Path]) -> Imported:
     """Import a file of prime-rl's, or the parts of one run; raises `ConfigError`."""
     file = read_run(paths)
-    return finish(file.path, *translate_prime_rl(file))
+    try:
+        return finish(file.path, *translate_prime_rl(file))
+    except WrongTypeError as error:
+        raise ConfigError([ConfigIssue(error.key, str(error))], str(file.path)) from error
 
 
 def translate_prime_rl(file: PrimeFile) -> tuple[Tree, list[KeyReport], list[str]]:
@@ -89,6 +95,8 @@ def _decide(key: Key) -> Outcome:
 
 def _remarks(file: PrimeFile) -> Iterator[str]:
     source = file.tree
+    if any(len(name) > 1 and name[-2] == "env_vars" for _, name, _ in file.keys):
+        yield COPIED
     if file.kind in ("trainer", "orchestrator", "inference"):
         yield f"a file of prime-rl's {file.kind} alone: import it together with the run's other files"
     if file.kind == "sft":
@@ -195,7 +203,7 @@ def _algorithm_defaults(source: Tree) -> Iterator[tuple[str, Any]]:
     yield "train_env_manager.num_env_groups", slots(source)
     ahead = staleness(source)
     yield "max_staleness", ahead
-    if ahead < get(source, "orchestrator.max_off_policy_steps", MAX_OFF_POLICY):
+    if ahead < max_off_policy(source):
         yield "buffer.stale_policy", "train"
     tags = train_tags(source)
     if set(tags) != set(all_tags(source)):

@@ -1,5 +1,6 @@
 """Batches, slots, staleness and devices of prime-rl's runs."""
 
+from offbeat.deploy.config.importing.numbers import get_count
 from offbeat.deploy.config.importing.prime_rl_envs import all_tags, eval_group_size, partition
 from offbeat.deploy.config.importing.prime_rl_files import sources
 from offbeat.deploy.config.importing.report import Outcome
@@ -31,10 +32,13 @@ def in_flight(tree: Tree) -> int:
     return batch(tree)
 
 
+def max_off_policy(tree: Tree) -> int:
+    return get_count(tree, "orchestrator.max_off_policy_steps", MAX_OFF_POLICY)
+
+
 def staleness(tree: Tree) -> int:
     """Return the batches that are sampled ahead: in flight, and those that wait, within prime-rl's bound."""
-    bound = get(tree, "orchestrator.max_off_policy_steps", MAX_OFF_POLICY)
-    return min(bound if isinstance(bound, int) else MAX_OFF_POLICY, TARGET_LAG + -(-in_flight(tree) // batch(tree)))
+    return min(max_off_policy(tree), TARGET_LAG + -(-in_flight(tree) // batch(tree)))
 
 
 def take_bound(key: Key) -> Outcome:
@@ -81,13 +85,14 @@ def devices(tree: Tree) -> tuple[list[int], list[int]] | None:
     given = get_table(tree, "deployment")
     if not given:
         return None
-    node = given.get("gpus_per_node", 8)
+    node = get_count(tree, "deployment.gpus_per_node", 8)
     if given.get("type", "single_node") == "single_node":
-        sampling, training = given.get("num_infer_gpus", 1), given.get("num_train_gpus", 1)
+        sampling = get_count(tree, "deployment.num_infer_gpus", 1)
+        training = get_count(tree, "deployment.num_train_gpus", 1)
     else:
-        nodes = given.get("num_infer_nodes", infer_nodes(tree))
-        sampling = nodes * given.get("num_infer_replicas", 1) * node
-        training = given.get("num_train_nodes", 1) * node
+        nodes = get_count(tree, "deployment.num_infer_nodes", infer_nodes(tree))
+        sampling = nodes * get_count(tree, "deployment.num_infer_replicas", 1) * node
+        training = get_count(tree, "deployment.num_train_nodes", 1) * node
     return list(range(sampling)), list(range(sampling, sampling + training))
 
 
@@ -96,10 +101,11 @@ def infer_nodes(tree: Tree) -> int:
     given = get_table(tree, "inference.deployment")
     if given.get("type") == "disaggregated":
         return sum(
-            given.get(f"{kind}_nodes_per_replica", 1) * given.get(f"num_{kind}_replicas", 1)
+            get_count(tree, f"inference.deployment.{kind}_nodes_per_replica", 1)
+            * get_count(tree, f"inference.deployment.num_{kind}_replicas", 1)
             for kind in ("prefill", "decode")
         )
-    return given.get("num_nodes", 2) if given.get("type") == "multi_node" else 1
+    return get_count(tree, "inference.deployment.num_nodes", 2) if given.get("type") == "multi_node" else 1
 
 
 def take_devices(key: Key) -> Outcome:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from offbeat.deploy.config.importing.numbers import get_number
 from offbeat.deploy.config.importing.prime_rl_files import sources
 from offbeat.deploy.config.importing.report import KeyPath, Outcome
 from offbeat.deploy.config.importing.rules import Key, Rule, Rules, Tree, get, get_table, missing, no_effect, same
@@ -211,7 +212,10 @@ def take_answer(target: str) -> Rule:
 
 def partition(tree: Tree, num_groups: int) -> tuple[int, ...]:
     """Return the groups of each training tag by their ratios; empty for equal ones."""
-    ratios = [float(source.get("ratio", 1.0)) for source in sources(tree, TRAIN)]
+    at = f"orchestrator.{TRAIN}.source"
+    ratios = [float(get_number(tree, f"{at}.{place}.ratio", 1.0)) for place in get_table(tree, at)]
+    if any(ratio <= 0 for ratio in ratios):
+        return ()
     if len(set(ratios)) <= 1 or num_groups < len(ratios):
         return ()
     shares = [ratio / sum(ratios) * num_groups for ratio in ratios]

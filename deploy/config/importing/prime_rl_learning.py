@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from offbeat.deploy.config.importing.numbers import get_count, get_number
 from offbeat.deploy.config.importing.prime_rl_files import sources
 from offbeat.deploy.config.importing.report import Outcome
 from offbeat.deploy.config.importing.rules import (
@@ -105,15 +106,15 @@ def _schedule(key: Key) -> Outcome:
 def schedule(tree: Tree) -> tuple[str, Tree]:
     """Return our schedule and its arguments."""
     given = get_table(tree, "trainer.scheduler")
-    lowest = given.get("min_lr") or 0.0
+    lowest = get_number(tree, "trainer.scheduler.min_lr", 0.0)
     match given.get("type", "constant"):
         case "cosine":
             return ("cosine_with_min_lr", {"min_lr": lowest}) if lowest else ("cosine", {})
-        case "linear" if given.get("decay_steps", 10):
-            rate = get(tree, "trainer.optim.lr") or 1e-6
-            ratio = {"min_lr_ratio": round(lowest / rate, 6)} if lowest else {}
+        case "linear" if steps := get_count(tree, "trainer.scheduler.decay_steps", 10):
+            rate = get_number(tree, "trainer.optim.lr", 1e-6)
+            ratio = {"min_lr_ratio": round(lowest / rate, 6)} if lowest and rate else {}
             return "warmup_stable_decay", {
-                "num_decay_steps": given.get("decay_steps", 10),
+                "num_decay_steps": steps,
                 "decay_type": "linear",
                 **ratio,
             }

@@ -12,6 +12,7 @@ from typing import Any, cast
 from offbeat.deploy.config.importing.environment import ANY_REFERENCE
 from offbeat.deploy.config.importing.report import KeyPath, KeyReport, Outcome
 from offbeat.trainer.config.aliases import canonicalize
+from offbeat.trainer.config.issue import SECRET_TABLES
 
 Tree = dict[str, Any]
 ABSENT = object()
@@ -29,8 +30,19 @@ class Key:
 
 Rule = Callable[[Key], Outcome | None]
 Rules = Sequence[tuple[str, Rule]]
+
+
+class WrongTypeError(Exception):
+    """A value that its library does not take for a key."""
+
+    def __init__(self, key: KeyPath | str, value: Any, expected: str) -> None:
+        super().__init__(f"must be {expected}, not {value!r}")
+        self.key = key if isinstance(key, str) else ".".join(key)
+
+
 NO_NAME = re.compile(r"[^A-Za-z0-9_.-]+")
 MAX_NAME = 64
+OTHER_SECRET = "another key sets another value, which all processes have here"
 UNKNOWN = "no counterpart known: see docs/configuration.md"
 
 
@@ -53,10 +65,13 @@ def rename(target: str, note: str = "") -> Rule:
 
 
 def become(target: str, convert: Callable[[Any], Any], note: str = "", *values: object) -> Rule:
-    """Take a converted value; `convert` returns None for an inapplicable one."""
+    """Take a converted value; `convert` returns None for an inapplicable one. Raises `WrongTypeError`."""
 
     def rule(key: Key) -> Outcome | None:
-        value = convert(key.value) if _is_one_of(key.value, values) else None
+        try:
+            value = convert(key.value) if _is_one_of(key.value, values) else None
+        except (TypeError, ValueError) as error:
+            raise WrongTypeError(key.path, key.value, "a number") from error
         return None if value is None else Outcome("value", fill(target, key.path), value, note)
 
     return rule
@@ -161,13 +176,14 @@ def nest(path: KeyPath, value: Any) -> Tree:
 
 def put(tree: Tree, path: KeyPath, value: Any) -> str:
     """Set a key; return the problem if it has another value, which stays."""
+    full = path
     for name in path[:-1]:
         child = tree.setdefault(name, {})
         if not isinstance(child, dict):
             return f"{name} has a value of its own"
         tree = child
     old = tree.setdefault(path[-1], value)
-    return "" if old == value else f"another key sets it to {old!r}"
+    return "" if old == value else f"another key sets it to {old!r}" if full[0] not in SECRET_TABLES else OTHER_SECRET
 
 
 def get(tree: Mapping[str, Any], path: KeyPath | str, default: Any = None) -> Any:
@@ -201,7 +217,8 @@ def translate(keys: Iterator[tuple[KeyPath, Key]], decide: Callable[[Key], Outco
     for original, key in keys:
         outcome = decide(key)
         if outcome.target is not None and (problem := put(tree, outcome.target, outcome.value)):
-            outcome = Outcome("no effect", note=f"{'.'.join(outcome.target)}: {problem}")
+            status = "no counterpart" if problem == OTHER_SECRET else "no effect"
+            outcome = Outcome(status, note=f"{'.'.join(outcome.target)}: {problem}")
         elif outcome.status == "same" and outcome.target not in (None, original):
             outcome = Outcome("renamed", outcome.target, outcome.value, outcome.note)
         elif outcome.status == "renamed" and outcome.target == original:

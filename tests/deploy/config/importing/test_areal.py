@@ -312,3 +312,25 @@ def test_a_backend_has_sizes(text: str | None, backend: Backend | None):
 def test_a_file_of_another_kind_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="no experiment of AReaL"):
         convert(tmp_path, "resources: {accelerators: A100}\nrun: python a.py\n")
+
+
+def test_an_interpolation_that_can_not_be_left_out_is_named(tmp_path: Path):
+    """A key with a dot is not found again by its path."""
+    with pytest.raises(ConfigError, match=r"^actor\.a\.b: .*nope"):
+        convert(tmp_path, ACTOR.replace("org/model", "org/model, 'a.b': '${nope}'"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (ACTOR.replace("type: rl", "type: [1]"), r"^train_dataset\.type: must be one of rl, sft, rw, dpo, not \[1\]"),
+        (ACTOR.replace("org/model", "m, use_decoupled_loss: true, rejection_sampling: {upper: x}"),
+         r"^actor\.rejection_sampling\.upper: must be a number, not 'x'"),
+        (ACTOR.replace("org/model", "m, use_decoupled_loss: true, rejection_sampling: {upper: null}"),
+         r"^actor\.rejection_sampling\.upper: must be a number, not None"),
+        (ACTOR.replace("org/model", "m, optimizer: {eps: x}"), r"^actor\.optimizer\.eps: must be a number, not 'x'"),
+    ],
+)  # fmt: skip
+def test_a_value_of_another_type_is_named(text: str, message: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match=message):
+        convert(tmp_path, text)
