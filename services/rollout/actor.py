@@ -6,9 +6,10 @@ import gc
 import json
 import logging
 import os
+import time
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -53,6 +54,8 @@ logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.5
 MAX_RESTARTS = -1
 """Unlimited."""
+MAX_LOAD_AGE_S = 5.0
+"""Of a replica's load; a replica that died says nothing, and its report stays until the broker removes it."""
 
 
 def worker_name(run_id: str, index: int | str) -> str:
@@ -136,7 +139,7 @@ class EnvWorkerActor:
                 prompts=prompts,
                 rewards=build_rewards(self._settings, prompts, self._chat),
                 board=WaitStatusWriter(redis, run_id, uid),
-                read_loads=partial(_read_loads, redis, run_id),
+                read_loads=partial(read_loads, redis, run_id),
                 clock=clock,
             )
             tune_garbage_collector(self._settings.rollout.max_env_num_per_worker)
@@ -181,12 +184,19 @@ class WaitStatusWriter:
             raise retryable(error) from error
 
 
-async def _read_loads(redis: Redis, run_id: str) -> Mapping[str, ReplicaLoad]:
+async def read_loads(redis: Redis, run_id: str) -> Mapping[str, ReplicaLoad]:
+    """Return the load of replicas that reported it of late, by Redis' clock; raises `RetryableError`."""
     try:
-        blobs = await cast(Any, redis.hgetall(RunKeys(run_id).served))
+        async with redis.pipeline(transaction=False) as pipe:
+            pipe.hgetall(RunKeys(run_id).served)
+            pipe.time()
+            blobs, (now_s, now_us) = await pipe.execute()
     except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
         raise retryable(error) from error
-    return {name.decode(): decode_report(blob).load for name, blob in blobs.items()}
+    now = time.time()
+    ahead_s = now - now_s - now_us / 1e6
+    reports = {name.decode(): decode_report(blob).shift_clock(ahead_s) for name, blob in blobs.items()}
+    return {name: report.load for name, report in reports.items() if now - report.at < MAX_LOAD_AGE_S}
 
 
 class _RetryableMetrics:

@@ -46,7 +46,7 @@ class EpisodeLimit:
         """
         known = {name: load for name, load in loads.items() if load.kv_tokens}
         if not known:
-            self._tells = not loads
+            self._tells = self._tells and not loads
             return ""
         preempted = sum(
             load.preemptions - min(load.preemptions, self._preemptions.get(name, load.preemptions))

@@ -7,7 +7,14 @@ import pytest
 from redis.asyncio import Redis
 
 from offbeat.services.keys import RunKeys
-from offbeat.services.rollout.actor import LEAST_YOUNG_OBJECTS, WaitStatusWriter, tune_garbage_collector
+from offbeat.services.rollout.actor import (
+    LEAST_YOUNG_OBJECTS,
+    MAX_LOAD_AGE_S,
+    WaitStatusWriter,
+    read_loads,
+    tune_garbage_collector,
+)
+from offbeat.services.weights.replica_reports import ReplicaLoad, ReplicaReport, encode_report
 
 pytestmark = pytest.mark.slow
 
@@ -57,3 +64,19 @@ async def test_reports_of_all_nodes_have_the_time_of_redis(redis_url: str) -> No
         after, _ = await redis.time()
         report = await cast(Any, redis.hget(RunKeys("clocks").doing, "w0"))
         assert before <= json.loads(report)["received"] <= after + 1
+
+
+async def test_loads_are_of_replicas_that_reported_of_late_by_the_time_of_redis(redis_url: str) -> None:
+    async with Redis.from_url(redis_url) as redis:
+        now, _ = await redis.time()
+        load = ReplicaLoad(kv_usage=0.5, kv_tokens=64)
+        reports = {
+            "behind": ReplicaReport(3, now - 900.0, load, received=now),  # of a node whose clock is behind
+            "dead": ReplicaReport(3, now + 900.0, load, received=now - MAX_LOAD_AGE_S - 1.0),
+        }
+        blobs = {name: encode_report(report) for name, report in reports.items()}
+        await cast(Any, redis.hset(RunKeys("loads").served, mapping=blobs))
+        loads = await read_loads(redis, "loads")
+        assert {name: each.kv_usage for name, each in loads.items()} == {"behind": 0.5}
+        await cast(Any, redis.hdel(RunKeys("loads").served, "behind"))
+        assert await read_loads(redis, "loads") == {}

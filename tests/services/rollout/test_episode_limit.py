@@ -28,6 +28,8 @@ def test_one_episode_is_played_until_an_engine_reports_and_all_if_it_tells_no_lo
     assert limit.limit == 1
     assert limit.observe({"r0": ReplicaLoad(running=3)}, 1, 0) == ""
     assert limit.limit == 128
+    limit.observe({}, 128, 0)  # all reports are old
+    assert limit.limit == 128
     limit.observe({"r0": IDLE}, 128, 0)
     limit.observe({}, 32, 0)  # the engine is replaced
     assert limit.limit == 32
