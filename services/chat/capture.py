@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from offbeat.services.chat.token_tree import TokenTree
-from offbeat.services.messages.routing import extend_routing
-from offbeat.services.messages.types import RoutingArray, Segment, Turn, VersionSpan
+from offbeat.services.messages.types import Segment, Turn, VersionSpan
 
 
 class Reward(NamedTuple):
@@ -82,16 +81,9 @@ def _segment(tree: TokenTree, leaf: int, own: Sequence[int]) -> Segment:
             for span in node.completion.versions
             if span.start < node.num_kept
         ]
-    return Segment(tokens, mask, logprobs, tuple(spans), tree.nodes[leaf].prompt.images, _routing(tree, leaf))
-
-
-def _routing(tree: TokenTree, leaf: int) -> RoutingArray | None:
-    """Return the experts of a branch's tokens, of each answer that of the call that sampled it."""
-    routing: RoutingArray | None = None
-    for node in (tree.nodes[number] for number in sorted(tree.path(leaf))):
-        longer = extend_routing(routing, node.completion.routing)
-        routing = None if longer is None else longer[: len(node.tokens) - 1]
-    return routing
+    parts = tree.routing_of(leaf)
+    routing = np.concatenate(parts) if parts else None
+    return Segment(tokens, mask, logprobs, tuple(spans), tree.nodes[leaf].prompt.images, routing)
 
 
 def _rewards_by_answer(trained: Sequence[int], rewards: Sequence[Reward]) -> dict[int, float]:

@@ -6,7 +6,7 @@ parent's.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os.path import commonprefix
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from msgspec import structs
 from offbeat.services.chat.image_references import ImageReferences
 from offbeat.services.chat.messages import ChatMessage, Tools
 from offbeat.services.chat.template import ChatTemplate, UnusableError
-from offbeat.services.messages.types import Completion, FinishReason, PromptImage
+from offbeat.services.messages.types import Completion, FinishReason, PromptImage, RoutingArray
 
 ROOT = -1
 
@@ -50,8 +50,11 @@ class Node:
     prompt: Prompt
     message: ChatMessage
     completion: Completion
+    """Without its experts."""
     num_kept: int
     """Completion tokens that count: all, or to the stop word's end."""
+    routing: RoutingArray | None = None
+    """Experts of the tokens that count, after those whose experts the nodes before it have."""
     delivered: bool = False
     """Whether the agent received it."""
 
@@ -145,7 +148,12 @@ class TokenTree:
     def record(self, prompt: Prompt, message: ChatMessage, completion: Completion, num_kept: int) -> int:
         """Return the answer's number."""
         number = len(self.nodes)
-        self.nodes.append(Node(prompt, message, completion, num_kept))
+        node = Node(prompt, message, replace(completion, routing=None), num_kept)
+        if completion.routing is not None:
+            num_known = sum(map(len, self.routing_of(prompt.parent)))
+            # a view would keep the rows of the whole prompt in memory
+            node.routing = completion.routing[num_known : len(node.tokens) - 1].copy()
+        self.nodes.append(node)
         if prompt.is_chat:
             self._by_text.setdefault(prompt.text.removesuffix(prompt.prefill), []).append(number)
         if prompt.parent != ROOT:
@@ -156,6 +164,11 @@ class TokenTree:
         while number != ROOT:
             yield number
             number = self.nodes[number].prompt.parent
+
+    def routing_of(self, number: int) -> list[RoutingArray]:
+        """Return the experts of a node's tokens, in parts; each answer has those of the call that sampled it."""
+        parts = [self.nodes[n].routing for n in self.path(number)]
+        return [part for part in reversed(parts) if part is not None]
 
     def _require_prefill(self, messages: Sequence[ChatMessage], tools: Tools, prefill: str, start: str) -> None:
         answered = (*messages, ChatMessage("assistant", prefill))

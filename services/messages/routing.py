@@ -47,11 +47,6 @@ def join_routing(first: RoutingArray | None, rest: RoutingArray | None) -> Routi
     return np.concatenate([first, rest])
 
 
-def extend_routing(first: RoutingArray | None, longer: RoutingArray | None) -> RoutingArray | None:
-    """Return the rows of a sequence's beginning, then those of the rest: a token has the experts that it was first given."""
-    return join_routing(first, longer if first is None or longer is None else longer[len(first) :])
-
-
 def _check_rows(packed: PackedRouting, max_rows: int) -> None:
     row = packed.layers * packed.top_k * packed.width
     if not row or len(packed.experts) % row or len(packed.experts) > max_rows * row:

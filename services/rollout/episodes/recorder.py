@@ -128,8 +128,10 @@ class AppendOnlyRecorder:
                 self._spans[-1] = VersionSpan(last.start, start + span.end, span.version)
             else:
                 self._spans.append(VersionSpan(start + span.start, start + span.end, span.version))
-        if completion.routing is not None:  # earlier turns have recorded the first rows
-            self._routing.append(completion.routing[sum(map(len, self._routing)) :])
+        if (
+            completion.routing is not None
+        ):  # earlier turns have recorded the first rows, which a view would keep in memory
+            self._routing.append(completion.routing[sum(map(len, self._routing)) :].copy())
         is_truncated = completion.finish_reason is FinishReason.LENGTH
         self._turns.append(Turn(0, start, start + count, 0.0, is_truncated=is_truncated))
         return self._chat.answer(completion.token_ids)

@@ -7,7 +7,7 @@ from msgspec import structs
 
 from offbeat.services.errors import CodecError
 from offbeat.services.messages import codec
-from offbeat.services.messages.routing import PackedRouting, extend_routing, pack_routing, unpack_routing
+from offbeat.services.messages.routing import PackedRouting, unpack_routing
 from offbeat.services.messages.types import (
     Completion,
     GenerateRequest,
@@ -68,16 +68,6 @@ def test_rows_that_do_not_fit_are_refused(change: dict[str, Any], says: str) -> 
 def test_the_encoder_refuses_other_arrays(routing: Any) -> None:
     with pytest.raises(CodecError):
         codec.encode_trajectory(trajectory(routing))
-
-
-def test_a_token_keeps_the_experts_that_it_was_first_given() -> None:
-    first, longer = experts(2), experts(4) + 100
-    joined = extend_routing(first, longer)
-    assert joined is not None
-    assert np.array_equal(joined, np.concatenate([first, longer[2:]]))
-    assert extend_routing(None, longer) is longer
-    assert extend_routing(first, None) is first
-    assert pack_routing(joined, 4).experts == joined.tobytes()
 
 
 @pytest.mark.parametrize("stop_strings", [(), ("</a>",)])

@@ -1,7 +1,10 @@
 """Episodes under templates that rewrite history, and step-wise ones: segments as the engine saw them, each token once."""
 
+import gc
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -158,3 +161,38 @@ def test_tokens_keep_the_experts_of_the_turn_that_first_computed_them(
     assert segment.routing is not None
     assert len(segment.routing) == len(segment.tokens) - 1
     assert segment.routing[:, 0, 0].tolist() == [1] * lengths[0] + [2] * (lengths[1] - lengths[0])
+
+
+@pytest.mark.parametrize("is_rendered_again", [False, True])
+def test_the_experts_of_an_episode_are_held_once(
+    is_rendered_again: bool, chat: ChatFormat, forgetful: ChatFormat
+) -> None:
+    """A view of a turn's rows would keep those of its whole prompt, and memory would grow with the square of the turns."""
+    assert forgetful.rewriting is not None
+    recorder = RerenderedRecorder(forgetful.rewriting, "") if is_rendered_again else AppendOnlyRecorder(chat, "")
+    spoken = forgetful if is_rendered_again else chat
+    answer = (*spoken.encode("up"), spoken.end_id)
+    for value in range(20):
+        prompt, _ = recorder.ask(TurnMessage("left"))
+        spans, length = (VersionSpan(0, len(answer), 1),), len(prompt) + len(answer) - 1
+        recorder.add_completion(Completion("r", answer, (-1.0,) * len(answer), spans, routing=rows(length, value)))
+        recorder.add_reward(0.0, "")
+    held = sum(array.nbytes for array in owned_arrays(recorder) if array.dtype == np.uint8)
+    (segment,) = recorder.record().segments
+    assert segment.routing is not None
+    assert set(segment.routing[:, 0, 0].tolist()) == set(range(20))
+    assert held == segment.routing.nbytes == len(segment.tokens) - 1
+
+
+def owned_arrays(root: object) -> Iterator[np.ndarray]:
+    """Yield the arrays that an object keeps in memory, those behind views among them."""
+    seen: dict[int, object] = {}
+    left = [root]
+    while left:
+        each = left.pop()
+        if id(each) in seen or isinstance(each, type | ModuleType | FunctionType):
+            continue
+        seen[id(each)] = each
+        if isinstance(each, np.ndarray) and each.base is None:
+            yield each
+        left += [each.base] if isinstance(each, np.ndarray) else gc.get_referents(each)
