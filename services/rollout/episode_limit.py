@@ -4,6 +4,7 @@ Invariants: the limit grows only as episodes end, so that it never outruns its o
 and cancels no running episode.
 """
 
+from collections import deque
 from collections.abc import Mapping
 
 from offbeat.services.weights.replica_reports import ReplicaLoad
@@ -14,6 +15,8 @@ CUT = 0.8
 """Of the episodes in play, after preemptions."""
 LOW = 0.85
 """Share of the target below which the limit grows, and to which it shrinks."""
+USAGE_LAG = 4
+"""Observations whose episodes a usage may be of: it is a mean over seconds, reported and read once a second."""
 COOLDOWN = 6
 """Observations between reductions, in which the one before takes effect."""
 BINDING = 0.9
@@ -31,6 +34,7 @@ class EpisodeLimit:
         self._tells = True
         """Whether the engines, if there are any, may tell their load."""
         self._preemptions: dict[str, int] = {}
+        self._played: deque[int] = deque(maxlen=USAGE_LAG)
         self._cooldown = 0
 
     @property
@@ -44,6 +48,7 @@ class EpisodeLimit:
 
         loads: by replica; those that do not tell are left out. finished: episodes since the last observation.
         """
+        self._played.append(playing)
         known = {name: load for name, load in loads.items() if load.kv_tokens}
         if not known:
             self._tells = self._tells and not loads
@@ -59,18 +64,21 @@ class EpisodeLimit:
             tokens = sum(load.kv_tokens for load in known.values())
             self._limit = self._clamp(tokens / self._sequence_length / self._num_workers)
         if playing and not self._cooldown and preempted:
-            return self._shrink(CUT * playing, f"{preempted} request(s) were preempted")
+            return self._shrink(CUT, f"{preempted} request(s) were preempted")
         if playing and not self._cooldown and usage > self._target:
-            return self._shrink(playing * LOW * self._target / usage, f"{usage:.0%} of the KV cache is in use")
+            return self._shrink(LOW * self._target / usage, f"{usage:.0%} of the KV cache is in use")
         if usage < LOW * self._target and not preempted and playing >= BINDING * self.limit:
             self._limit = self._clamp(self._limit + max(GROWTH * self._limit, 1.0) * finished / max(playing, 1))
         return ""
 
-    def _shrink(self, wanted: float, why: str) -> str:
+    def _shrink(self, share: float, why: str) -> str:
+        """share: of the episodes that the load is of, which may have ended since."""
         before = self.limit
-        self._limit = self._clamp(min(wanted, float(before)))
+        self._limit = self._clamp(min(share * max(self._played), float(before)))
+        if self.limit == before:
+            return ""
         self._cooldown = COOLDOWN
-        return why if self.limit < before else ""
+        return why
 
     def _clamp(self, limit: float) -> float:
         return min(max(limit, 1.0), float(self._most))

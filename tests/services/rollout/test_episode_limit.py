@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from offbeat.services.rollout.episode_limit import COOLDOWN, EpisodeLimit
+from offbeat.services.rollout.episode_limit import COOLDOWN, USAGE_LAG, EpisodeLimit
 from offbeat.services.weights.replica_reports import ReplicaLoad
 
 IDLE = ReplicaLoad(kv_usage=0.1, kv_tokens=64_000)
@@ -70,10 +70,25 @@ def test_usage_above_the_target_shrinks_the_limit_to_what_keeps_below_it() -> No
     limit.observe({"r0": IDLE}, 0, 0)
     assert limit.observe({"r0": FULL}, 30, 0) == "90% of the KV cache is in use"
     assert limit.limit == 17  # 30 * .85 * .6 / .9
-    for _ in range(COOLDOWN - 1):  # the episodes in play end first
+    for _ in range(COOLDOWN):  # the episodes in play end first
         assert limit.observe({"r0": FULL}, 30, 0) == ""
+    for _ in range(USAGE_LAG - 1):
+        assert limit.observe({"r0": FULL}, 17, 3) == ""
     assert limit.observe({"r0": FULL}, 17, 3) != ""
     assert limit.limit == 9
+
+
+@pytest.mark.parametrize("load", [FULL, replace(IDLE, preemptions=1)])
+def test_a_batch_that_ends_shrinks_the_limit_by_the_episodes_that_made_the_load(load: ReplicaLoad) -> None:
+    """The reported load is seconds old, in which most of the episodes have ended."""
+    at_once, late = limit_of(), limit_of()
+    for each in (at_once, late):
+        each.observe({"r0": IDLE}, 32, 0)
+    at_once.observe({"r0": load}, 32, 0)
+    late.observe({"r0": IDLE}, 20, 12)
+    late.observe({"r0": IDLE}, 8, 12)
+    assert late.observe({"r0": load}, 2, 6) != ""
+    assert late.limit == at_once.limit > 16
 
 
 def test_the_fullest_replica_counts() -> None:
