@@ -136,13 +136,18 @@ def _random_runtime(config: RunConfig, chat: ChatFormat) -> AgentRuntime | None:
 def find_policy(config: RunConfig, agent: str | Path | None = None) -> Path:
     """Return the model folder of `agent`, the newest checkpoint, or `pretrain`, downloaded from a hub.
 
-    Raises ValueError without a checkpoint of a built-in policy.
+    Raises ValueError without a checkpoint of a built-in policy, or of a run that starts from an adapter.
     """
     if agent or newest_saved(config.output_dir) is not None:
         return policy_folder(Path(agent or config.output_dir))
     if config.pretrain == "tiny":
         raise ValueError(
             f"{config.output_dir} holds no checkpoints: train first, or name a policy's folder or `random`"
+        )
+    if (adapter := config.actor_train.model_args.adapter_name_or_path) is not None:
+        raise ValueError(
+            f"{config.output_dir} holds no checkpoints, and pretrain is without the adapter of "
+            f"actor_train.model_args.adapter_name_or_path ({adapter}): train first, or name a policy's folder or `random`"
         )
     pretrain = Path(hub.download(config.pretrain) if hub.is_hub_id(config.pretrain) else config.pretrain)
     if config.chat_template is None:

@@ -30,6 +30,19 @@ def test_a_run_without_a_checkpoint_plays_by_what_it_starts_from(config: RunConf
         find_policy(config.model_copy(update={"pretrain": "tiny"}))
 
 
+def test_a_run_that_starts_from_an_adapter_is_not_played_by_its_base(config: RunConfig, folder: Path):
+    args = config.actor_train.model_args.model_copy(update={"adapter_name_or_path": "sft"})
+    adapted = config.model_copy(update={"actor_train": config.actor_train.model_copy(update={"model_args": args})})
+    with pytest.raises(
+        ValueError, match=r"run holds no checkpoints, and pretrain is without .*adapter_name_or_path \(sft\)"
+    ):
+        find_policy(adapted)
+    assert find_policy(adapted, folder / "policy") == folder / "policy"
+    newest = save(config.output_dir, 4, serial=0)
+    shutil.copy(folder / "policy" / "model.safetensors", newest)
+    assert find_policy(adapted) == newest
+
+
 def test_a_runs_checkpoint_goes_before_what_it_starts_from(config: RunConfig, folder: Path):
     newest = save(config.output_dir, 4, serial=0)
     shutil.copy(folder / "policy" / "model.safetensors", newest)
