@@ -19,7 +19,7 @@ from offbeat.deploy.config.importing.prime_rl_envs import (
     all_tags,
     env_defaults,
     eval_tags,
-    longest_answer,
+    longest_of_training,
     partition,
     sequence_length,
     train_tags,
@@ -34,6 +34,7 @@ from offbeat.deploy.config.importing.prime_rl_learning import (
     UNCLIPPED,
     algorithm,
     is_unclipped,
+    rejects_zero,
     schedule,
 )
 from offbeat.deploy.config.importing.report import Imported, KeyReport, Outcome
@@ -61,6 +62,15 @@ SFT_LENGTH = 128
 MASKED = (
     "prime-rl's loss is a mean over tokens with an advantage; here tokens of groups with equal rewards count in the mean, "
     "so that steps are smaller by their share (docs/algorithms.md#which-groups-and-episodes)"
+)
+DECREASES = (
+    "prime-rl's loss of distillation drops every token whose probability decreased by more than 0.2; here those with a "
+    "negative advantage alone"
+)
+LIMIT = "sampling.max_completion_tokens"
+UNLIMITED = (
+    "without max_completion_tokens prime-rl's evaluations sample until the context ends, here as many tokens as training: "
+    "val_env_manager.generating_args.max_new_tokens, and max_tokens_per_step of custom_envs"
 )
 IN_ORDER = "tasks are drawn at random here; prime-rl takes them in the taskset's order"
 EVALUATED = (
@@ -106,14 +116,14 @@ def _remarks(file: PrimeFile) -> Iterator[str]:
         return
     yield IN_ORDER
     is_pruned = get(source, "orchestrator.train.filter_zero_advantages", True)
-    if is_pruned and algorithm(source) not in DISTILLED and not _refills(source):
+    if algorithm(source) in DISTILLED:
+        yield DECREASES
+    elif is_pruned and not rejects_zero(source):
         yield MASKED
     if eval_tags(source) and get(source, "orchestrator.eval.sampling.temperature") is None:
         yield EVALUATED
-
-
-def _refills(source: Tree) -> bool:
-    return any(get(each, "curriculum.gates") for each in sources(source, "train"))
+    if any(get(each, LIMIT, get(source, f"orchestrator.eval.{LIMIT}")) is None for each in sources(source, "eval")):
+        yield UNLIMITED
 
 
 def _defaults(file: PrimeFile) -> Iterator[tuple[str, Any]]:
@@ -127,6 +137,8 @@ def _defaults(file: PrimeFile) -> Iterator[tuple[str, Any]]:
         if get(source, "data.type", "sft") == "sft" and get_table(source, "data"):
             yield "data.dataset_name", DATASET
         yield "data.response_key", "completion"
+        if "val" in source:
+            yield "eval_steps", 50
     if file.kind != "inference":
         yield from _trainer_defaults(source)
     yield from _run_defaults(source)
@@ -205,6 +217,8 @@ def _algorithm_defaults(source: Tree) -> Iterator[tuple[str, Any]]:
     yield "max_staleness", ahead
     if ahead < max_off_policy(source):
         yield "buffer.stale_policy", "train"
+    if rejects_zero(source):
+        yield "zero_variance", "refill"
     tags = train_tags(source)
     if set(tags) != set(all_tags(source)):
         yield "train_env_manager.tags", tags
@@ -212,6 +226,6 @@ def _algorithm_defaults(source: Tree) -> Iterator[tuple[str, Any]]:
         yield "train_env_manager.tags", tags
         yield "train_env_manager.num_groups_partition", list(shares)
     if tags:
-        yield "actor_infer.generating_args.max_new_tokens", longest_answer(source)
+        yield "actor_infer.generating_args.max_new_tokens", longest_of_training(source)
     if eval_tags(source):
         yield "val_env_manager.group_size", 1

@@ -3,6 +3,7 @@
 from offbeat.deploy.config.importing.numbers import get_count
 from offbeat.deploy.config.importing.prime_rl_envs import all_tags, eval_group_size, partition
 from offbeat.deploy.config.importing.prime_rl_files import sources
+from offbeat.deploy.config.importing.prime_rl_sources import agree, find_shared, find_values
 from offbeat.deploy.config.importing.report import Outcome
 from offbeat.deploy.config.importing.rules import Key, Tree, get, get_table
 
@@ -19,8 +20,8 @@ def batch(tree: Tree) -> int:
 
 
 def group_size(tree: Tree) -> int:
-    own = {source.get("group_size") for source in sources(tree, "train")} - {None}
-    value = get(tree, "orchestrator.group_size", own.pop() if len(own) == 1 else GROUP)
+    found = find_values(tree, "group_size") if agree(tree, "group_size") else []
+    value = found[0] if found else find_shared(tree, "group_size")
     return value if isinstance(value, int) and value > 0 else GROUP
 
 

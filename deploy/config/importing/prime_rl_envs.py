@@ -6,6 +6,7 @@ from typing import Any
 
 from offbeat.deploy.config.importing.numbers import get_number
 from offbeat.deploy.config.importing.prime_rl_files import sources
+from offbeat.deploy.config.importing.prime_rl_sources import find_values
 from offbeat.deploy.config.importing.report import KeyPath, Outcome
 from offbeat.deploy.config.importing.rules import Key, Rule, Rules, Tree, get, get_table, missing, no_effect, same
 
@@ -17,7 +18,6 @@ TRAIN, EVAL = "train", "eval"
 SAMPLING = "actor_infer.generating_args"
 SEQUENCE = 2048
 """prime-rl's default of `seq_len`."""
-ALGORITHM = "one algorithm for all tags: import a file for each"
 TOOL_PARSER = ("inference", "vllm", "tool_call_parser")
 
 
@@ -90,17 +90,6 @@ def _answer_limit(key: Key) -> Outcome | None:
     if key.path[1] == EVAL and tag in train_tags(key.tree):
         return Outcome("no counterpart", note=f"tag {tag} is also trained on: its max_tokens_per_step counts")
     return take_answer(f"custom_envs.{tag}.max_tokens_per_step")(key)
-
-
-def _like_shared(name: str, note: str, default: Any = None) -> Rule:
-    """Drop a source's value that is also the shared one. name: the shared key's."""
-
-    def rule(key: Key) -> Outcome:
-        if key.value == get(key.tree, name, default):
-            return Outcome("same", note="as of all sources")
-        return Outcome("no counterpart", note=note)
-
-    return rule
 
 
 def _sole_eval(target: str) -> Rule:
@@ -192,6 +181,26 @@ def longest_answer(tree: Tree) -> int:
     return cut_answer(max(lengths, default=sequence_length(tree)), tree)
 
 
+def longest_of_training(tree: Tree) -> int:
+    """Return the tokens of the longest answer of all training sources."""
+    lengths = find_values(tree, "sampling.max_completion_tokens")
+    if not lengths:
+        return longest_answer(tree)
+    return cut_answer(max(each if isinstance(each, int) else sequence_length(tree) for each in lengths), tree)
+
+
+def take_longest(key: Key) -> Outcome | None:
+    """Take the tokens of an answer, of the source with the longest one."""
+    if not isinstance(key.value, int):
+        return None
+    tokens, target = longest_of_training(key.tree), (*SAMPLING.split("."), "max_new_tokens")
+    if tokens == key.value:
+        return Outcome("renamed", target, tokens)
+    return Outcome(
+        "value", target, tokens, "a prompt needs room" if tokens < key.value else "the longest of all sources"
+    )
+
+
 def cut_answer(tokens: int, tree: Tree) -> int:
     """Return an answer's tokens, less than those of a sequence, which prime-rl does not require."""
     return min(tokens, sequence_length(tree) - 1)
@@ -233,12 +242,6 @@ ENVIRONMENTS: Rules = (
     *((f"{each}.name", _named) for each in (SOURCE, EVALUATION)),
     *((f"{each}.serve.**", no_effect(SERVERS)) for each in (SOURCE, EVALUATION)),
     *((f"{each}.sampling.max_completion_tokens", _answer_limit) for each in (SOURCE, EVALUATION)),
-    (f"{SOURCE}.sampling.temperature", _like_shared("orchestrator.train.sampling.temperature",
-                                                    f"one temperature for all tags: {SAMPLING}.temperature", 1.0)),
-    (f"{SOURCE}.sampling.**", missing(f"sampling of all tags: {SAMPLING}")),
-    (f"{SOURCE}.group_size", _like_shared("orchestrator.group_size",
-                                          "one size for all tags: train_env_manager.group_size", 1)),
-    (f"{SOURCE}.algo.**", _like_shared("orchestrator.algo", ALGORITHM)),
     (f"{EVALUATION}.num_examples", _sole_eval("val_batch_size")),
     (f"{EVALUATION}.group_size", _sole_eval("val_env_manager.group_size")),
     (f"{EVALUATION}.interval", _sole_eval("eval_steps")),

@@ -9,7 +9,7 @@ from offbeat.deploy.config.importing.prime_rl_batches import (
     take_replicas,
     take_slots,
 )
-from offbeat.deploy.config.importing.prime_rl_envs import ENVIRONMENTS, sequence_length, take_answer
+from offbeat.deploy.config.importing.prime_rl_envs import ENVIRONMENTS, sequence_length, take_longest
 from offbeat.deploy.config.importing.prime_rl_learning import (
     ARGS,
     TRAINER,
@@ -18,6 +18,7 @@ from offbeat.deploy.config.importing.prime_rl_learning import (
     take_teacher,
     take_zero_advantages,
 )
+from offbeat.deploy.config.importing.prime_rl_sources import if_inherited, take_own
 from offbeat.deploy.config.importing.report import Outcome
 from offbeat.deploy.config.importing.rules import (
     Key,
@@ -155,31 +156,38 @@ SHARED: Rules = (
        else Outcome("no counterpart", note="the tokenizer is the policy folder's")) for prefix in ("", "*.")),
 )  # fmt: skip
 
-ORCHESTRATOR: Rules = (
-    ("orchestrator", same("prime-rl's defaults")),
+OF_SOURCES: Rules = (
     ("orchestrator.algo.type", take_algorithm),
     ("orchestrator.algo.teacher.**", take_teacher),
     ("orchestrator.algo.length_penalty.**", missing(LENGTH)),
     ("orchestrator.algo.sampling.source", same("", "policy")),
     ("orchestrator.algo.**", missing("docs/algorithms.md")),
+    ("orchestrator.group_size", rename("train_env_manager.group_size")),
+    ("orchestrator.train.sampling.temperature", rename(f"{SAMPLING}.temperature")),
+    ("orchestrator.train.sampling.max_completion_tokens", take_longest),
+    ("orchestrator.train.sampling.extra_body.top_k", rename(f"{SAMPLING}.top_k")),
+    ("orchestrator.train.sampling.extra_body.top_p", rename(f"{SAMPLING}.top_p")),
+    ("orchestrator.train.sampling.**", missing(f"{SAMPLING} has temperature, top_p, top_k and stop_strings")),
+)  # fmt: skip
+"""Keys that sources share."""
+SOURCE = "orchestrator.train.source.*"
+ORCHESTRATOR: Rules = (
+    ("orchestrator", same("prime-rl's defaults")),
+    *((pattern, if_inherited(rule)) for pattern, rule in OF_SOURCES),
     ("orchestrator.batch_size", rename("rollout_batch_size")),
     ("orchestrator.token_batch_size", missing("a batch counts trajectories: set rollout_batch_size")),
-    ("orchestrator.group_size", rename("train_env_manager.group_size")),
     ("orchestrator.max_off_policy_steps", take_bound),
     ("orchestrator.concurrency.max_inflight|initial_inflight", take_slots),
     ("orchestrator.concurrency.**", no_effect("slots are constant; rollout.kv_usage_target adapts the episodes in play")),
     ("orchestrator.train.filter_zero_advantages", take_zero_advantages),
-    ("orchestrator.train.sampling.temperature", rename(f"{SAMPLING}.temperature")),
-    ("orchestrator.train.sampling.max_completion_tokens", take_answer(f"{SAMPLING}.max_new_tokens")),
-    ("orchestrator.train.sampling.extra_body.top_k", rename(f"{SAMPLING}.top_k")),
-    ("orchestrator.train.sampling.extra_body.top_p", rename(f"{SAMPLING}.top_p")),
-    ("orchestrator.train.sampling.**", missing(f"{SAMPLING} has temperature, top_p, top_k and stop_strings")),
-    ("orchestrator.train.source.*.curriculum.gates.*.*", take_gate),
-    ("orchestrator.train.source.*.curriculum.sampler.type", same("", "standard")),
-    ("orchestrator.train.source.*.curriculum.**", missing("train_env_manager.task_sampler draws the tasks "
-                                                          "(docs/environments.md)")),
-    ("orchestrator.train.source.*.ratio", take_ratio),
+    (f"{SOURCE}.curriculum.gates.**", take_gate),
+    (f"{SOURCE}.curriculum.sampler.type", same("", "standard")),
+    (f"{SOURCE}.curriculum.**", missing("train_env_manager.task_sampler draws the tasks (docs/environments.md)")),
+    (f"{SOURCE}.ratio", take_ratio),
     *ENVIRONMENTS,
+    (f"{SOURCE}.algo.**", take_own(OF_SOURCES, "one algorithm for all tags: import a file for each")),
+    (f"{SOURCE}.group_size", take_own(OF_SOURCES, "one size for all tags: train_env_manager.group_size")),
+    (f"{SOURCE}.sampling.**", take_own(OF_SOURCES, f"sampling of all tags: {SAMPLING}")),
     ("orchestrator.model.lora.rank|alpha", same("the trainer's")),
     ("orchestrator.model.lora.**", no_effect("an adapter has no name of its own")),
     ("orchestrator.model.client.**", no_effect("engines are the run's own")),

@@ -4,6 +4,7 @@ from typing import Any
 
 from offbeat.deploy.config.importing.numbers import get_count, get_number
 from offbeat.deploy.config.importing.prime_rl_files import sources
+from offbeat.deploy.config.importing.prime_rl_sources import agree, find_shared, find_values
 from offbeat.deploy.config.importing.report import Outcome
 from offbeat.deploy.config.importing.rules import (
     Key,
@@ -31,14 +32,14 @@ DISTILLED = ("opd",)
 
 
 def algorithm(tree: Tree) -> str:
-    own = [get(source, "algo.type") for source in sources(tree, "train")]
-    shared = get(tree, "orchestrator.algo.type", "grpo")
-    named = {each or shared for each in own} or {shared}
-    return named.pop() if len(named) == 1 else shared
+    """Return the algorithm of all sources, else the shared one."""
+    found = find_values(tree, "algo") if agree(tree, "algo") else []
+    shared = found[0] if found else find_shared(tree, "algo")
+    return str(get(shared, "type", "grpo")) if isinstance(shared, dict) else "grpo"
 
 
 def take_algorithm(key: Key) -> Outcome:
-    name = ADVANTAGES.get(key.value)
+    name = ADVANTAGES.get(str(key.value))
     target = ("adv_estimator",)
     match key.value:
         case "grpo":
@@ -137,19 +138,22 @@ def _trains_in(key: Key) -> Outcome:
     return Outcome("no counterpart", note="the optimizer has float32 weights")
 
 
+def rejects_zero(tree: Tree) -> bool:
+    """Return whether gates reject groups whose advantages are 0, and no others."""
+    gates = [gate for source in sources(tree, "train") for gate in get_table(source, "curriculum.gates").values()]
+    return bool(gates) and not any(get(gate, f"reject_{side}") for gate in gates for side in ("min", "max"))
+
+
 def take_gate(key: Key) -> Outcome:
-    name = key.path[-1]
-    gates = get_table(key.tree, key.path[:-2])
-    bounds = [gate.get(f"reject_{side}", 0.0) for gate in gates.values() for side in ("min", "max")]
-    if any(bounds):
-        note = "groups by their advantages: query_filter_config, or difficulty_mask, has bounds of rewards"
-        return Outcome("no counterpart", note=note)
-    if name != "type":
-        return Outcome("same", note="zero_variance: refill")
-    return Outcome("value", ("zero_variance",), "refill", "as the group trains nothing")
+    if rejects_zero(key.tree):
+        return Outcome("same", note="zero_variance: refill, as the group trains nothing")
+    note = "groups by their advantages: query_filter_config, or difficulty_mask, has bounds of rewards"
+    return Outcome("no counterpart", note=note)
 
 
 def take_zero_advantages(key: Key) -> Outcome:
+    if rejects_zero(key.tree):
+        return Outcome("same", note="zero_variance: refill")
     if key.value is False:
         return Outcome("value", ("zero_variance",), "train")
     return Outcome("same", note="zero_variance: mask, whose tokens count in the loss's mean here")
@@ -179,6 +183,8 @@ TRAINER: Rules = (
      if schedule(key.tree)[0] != "constant" else Outcome("no effect", note="constant")),
     ("trainer.scheduler.decay_steps|min_lr", lambda key: Outcome("same", note=f"{ARGS}.lr_scheduler_kwargs")
      if get(key.tree, "trainer.scheduler.type", "constant") != "constant" else Outcome("no effect", note="constant")),
+    ("trainer.loss.**", lambda key: Outcome("no effect", note="the loss of distillation is fixed")
+     if algorithm(key.tree) in DISTILLED else None),
     ("trainer.loss.type", _loss),
     ("trainer.loss.dppo_mask_low", _threshold("dppo_mask_low")),
     ("trainer.loss.dppo_mask_high", _threshold("dppo_mask_high")),
