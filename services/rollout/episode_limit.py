@@ -1,7 +1,7 @@
 """Number of episodes that a worker plays at a time, by the load of the engines' KV cache (`rollout.kv_usage_target`).
 
-Invariants: the limit grows only as episodes end, so that it never outruns its own effect; it shrinks what is admitted,
-and cancels no running episode.
+Invariants: the limit grows only as episodes end, so that it never outruns its own effect, and by what fits into more
+engines; it shrinks what is admitted, and cancels no running episode.
 """
 
 from collections import deque
@@ -31,6 +31,8 @@ class EpisodeLimit:
         self._num_workers = num_workers
         self._sequence_length = sequence_length
         self._limit: float | None = None
+        self._most_tokens = 0
+        """Of all replicas so far; those that replace others are no more."""
         self._tells = True
         """Whether the engines, if there are any, may tell their load."""
         self._preemptions: dict[str, int] = {}
@@ -59,10 +61,9 @@ class EpisodeLimit:
         )
         self._preemptions = {name: load.preemptions for name, load in known.items()}
         self._cooldown = max(0, self._cooldown - 1)
+        self._make_room(sum(load.kv_tokens for load in known.values()))
+        assert self._limit is not None, "the tokens set it"
         usage = max(load.kv_usage for load in known.values())
-        if self._limit is None:  # what fits whatever the episodes' length
-            tokens = sum(load.kv_tokens for load in known.values())
-            self._limit = self._clamp(tokens / self._sequence_length / self._num_workers)
         if playing and not self._cooldown and preempted:
             return self._shrink(CUT, f"{preempted} request(s) were preempted")
         if playing and not self._cooldown and usage > self._target:
@@ -70,6 +71,15 @@ class EpisodeLimit:
         if usage < LOW * self._target and not preempted and playing >= BINDING * self.limit:
             self._limit = self._clamp(self._limit + max(GROWTH * self._limit, 1.0) * finished / max(playing, 1))
         return ""
+
+    def _make_room(self, tokens: int) -> None:
+        """Raise the limit by what fits into added tokens at full length, in proportion if it was reduced below that."""
+        if tokens <= self._most_tokens:
+            return
+        fit = self._most_tokens / self._sequence_length / self._num_workers
+        more = tokens / self._sequence_length / self._num_workers - fit
+        self._limit = self._clamp(more if self._limit is None else self._limit + more * min(1.0, self._limit / fit))
+        self._most_tokens = tokens
 
     def _shrink(self, share: float, why: str) -> str:
         """share: of the episodes that the load is of, which may have ended since."""

@@ -41,6 +41,30 @@ def test_the_first_limit_is_of_episodes_that_fit_at_full_length() -> None:
     assert limit.limit == 40  # of 80 for two workers
 
 
+def test_replicas_that_report_later_add_the_episodes_that_fit_into_them() -> None:
+    limit = limit_of()
+    limit.observe({"r0": IDLE}, 0, 0)
+    limit.observe({"r0": IDLE, "r1": replace(IDLE, kv_tokens=16_000)}, 0, 0)
+    assert limit.limit == 40
+    small = [EpisodeLimit(0.6, 128, num_workers=8, sequence_length=32_000) for _ in range(2)]
+    small[0].observe({"r0": IDLE}, 0, 0)
+    for each in small:
+        each.observe({"r0": IDLE, "r1": IDLE}, 0, 0)
+    assert [each.limit for each in small] == [1, 1]
+
+
+def test_more_replicas_raise_a_reduced_limit_in_proportion_and_replaced_ones_do_not() -> None:
+    limit = limit_of()
+    limit.observe({"r0": IDLE, "r1": IDLE}, 64, 0)
+    limit.observe({"r0": IDLE, "r1": FULL}, 64, 0)
+    assert limit.limit == 36
+    for names in (["r0"], [], ["r0", "r2"], ["r3", "r2"]):
+        limit.observe(dict.fromkeys(names, IDLE), 36, 0)
+        assert limit.limit == 36
+    limit.observe(dict.fromkeys(["r3", "r2", "r4"], IDLE), 36, 0)
+    assert limit.limit == 54
+
+
 def test_the_limit_grows_as_episodes_end_and_no_further_than_the_configured_one() -> None:
     limit = limit_of()
     limit.observe({"r0": IDLE}, 0, 0)
