@@ -1,12 +1,16 @@
 """Checks of the adapter that a run starts from."""
 
 import logging
-from collections.abc import Iterator
+import math
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from offbeat.deploy.config.checks.weight_files import weight_shapes
 from offbeat.deploy.config.defaults import scale_keys
 from offbeat.deploy.config.run import RunConfig
+from offbeat.services.generation.kv_cache import text_config
+from offbeat.services.generation.tenancy import read_architecture
 from offbeat.trainer.config.adapter_files import ADAPTER_CONFIG, AdapterError, AdapterFiles, read_adapter
 from offbeat.trainer.config.issue import ConfigIssue
 
@@ -15,6 +19,7 @@ logger = logging.getLogger(__name__)
 ARGS = "actor_train.model_args"
 KEY = f"{ARGS}.adapter_name_or_path"
 TARGET = "lora_target"
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def check_adapter(config: RunConfig) -> Iterator[ConfigIssue]:
@@ -78,3 +83,29 @@ def _check_layers(config: RunConfig, files: AdapterFiles) -> Iterator[ConfigIssu
                 f"{shape[0]}: take its base ({files.base or 'unnamed'})",
             )
             return
+    yield from _check_numbers(config, files, shapes)
+
+
+def _check_numbers(config: RunConfig, files: AdapterFiles, weights: Iterable[str]) -> Iterator[ConfigIssue]:
+    """Yield layers of the model that differ from an adapter's by their number alone, and that `lora_target` names, too."""
+    names = config.actor_train.model_args.lora_targets
+    endings = ("",) if isinstance(names, str) else tuple(f".{name}" for name in names)
+    paths = {NUMBER.sub("#", layer) for layer in files.layers}
+    layers = {name.removesuffix(".weight") for name in weights if name.endswith(".weight")} - files.layers
+    new = [layer for layer in layers if NUMBER.sub("#", layer) in paths and f".{layer}".endswith(endings)]
+    count = _count_layers(Path(config.pretrain))  # files may have more, for multi-token prediction
+    new = [layer for layer in new if all(int(number) < count for number in NUMBER.findall(layer))]
+    if new:
+        yield ConfigIssue(
+            f"{ARGS}.{TARGET}",
+            f"{config.actor_train.model_args.lora_target} names {min(new)} ({len(new)} in all), which the adapter "
+            f"{files.folder} has not: name its layers alone (such as {min(files.layers)})",
+        )
+
+
+def _count_layers(folder: Path) -> float:
+    """Return the number of layers; infinite if `config.json` has none."""
+    try:
+        return text_config(read_architecture(folder)).get("num_hidden_layers", math.inf)
+    except (OSError, ValueError):
+        return math.inf

@@ -110,6 +110,16 @@ def test_an_adapter_that_the_run_contradicts_is_refused(
         load_policy(folder, args.model_copy(update=changes), seed=1)
 
 
+def test_an_adapter_of_some_layers_starts_a_run_that_names_them(folder: Path, tmp_path: Path) -> None:
+    paths = "layers.1.self_attn.q_proj,layers.1.self_attn.v_proj"
+    args = SCALES[0].model_copy(update={"lora_target": paths})
+    adapter = write_adapter(folder, tmp_path / "adapter", args)
+    with pytest.raises(ValueError, match=r"names .*layers\.0.*q_proj \(2 in all\), which the adapter .* has not"):
+        load_policy(folder, start_from(adapter, SCALES[0]), seed=1)
+    adapted = {name for name, _ in load_policy(folder, start_from(adapter, args), seed=1).named_parameters()}
+    assert {name.partition(".layers.")[2][0] for name in adapted if ".lora_" in name} == {"1"}
+
+
 def test_an_adapter_of_another_models_size_is_refused(folder: Path, tmp_path: Path) -> None:
     adapter = write_adapter(folder, tmp_path / "adapter", SCALES[0])
     wide = {

@@ -100,6 +100,29 @@ def test_an_adapter_of_another_size_is_refused_with_its_base(tmp_path: Path) -> 
     )
 
 
+def write_base(folder: Path, names: tuple[str, ...]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"num_hidden_layers": 2}))
+    save_file({f"{name}.weight": torch.zeros(6, 8) for name in names}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("target", [None, "all-linear"])
+def test_an_adapter_of_some_layers_is_refused_unless_its_layers_are_named(tmp_path: Path, target: str | None) -> None:
+    """PEFT's `layers_to_transform`; the learner would adapt the others, too."""
+    adapter = write_adapter(tmp_path / "adapter", layers_to_transform=[0, 1])
+    others = ("model.layers.1.self_attn.v_proj", "model.layers.1.self_attn.o_proj", "visual.blocks.0.self_attn.q_proj")
+    not_computed = "model.layers.2.self_attn.q_proj"  # of multi-token prediction, which transformers leaves out
+    names = (*(f"model.{name}" for name in LAYERS), *others, not_computed)
+    base = {"pretrain": str(write_base(tmp_path / "base", names))}
+    found = issues(adapter, base, **({} if target is None else {"lora_target": target}))
+    assert found == {
+        f"{ARGS}.lora_target": f"{target or 'q_proj,v_proj'} names model.layers.1.self_attn.v_proj (1 in all), which the "
+        f"adapter {adapter} has not: name its layers alone (such as model.layers.0.self_attn.q_proj)"
+    }
+    assert issues(adapter, base, lora_target=",".join(LAYERS)) == {}
+
+
 def test_another_bases_name_is_a_remark(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     adapter = write_adapter(tmp_path / "adapter", base_model_name_or_path="org/base")
     for pretrain in (tmp_path / "base", tmp_path / "models--org--base" / "snapshots" / "1"):
