@@ -31,7 +31,7 @@ def check_learner(config: LearnerConfig) -> Iterator[ConfigIssue]:
     if has_adapters and config.ref_model_sync_steps is not None:
         yield ConfigIssue(
             "ref_model_sync_steps",
-            "with lora_target the reference is the policy without its adapters and never changes: leave it out",
+            f"{_own_reference(config)} and never changes: leave it out",
         )
     for full in config.full_kls if is_base_sharded and refers_to_base else ():
         shards = "fsdp2_train" if is_fsdp2 else "zero_stage 3"
@@ -110,8 +110,7 @@ def _check_models(config: LearnerConfig) -> Iterator[ConfigIssue]:
         for key in _leaves(config.reference.model_args.overrides):
             yield ConfigIssue(
                 f"reference.model_args.{key}",
-                "with lora_target the reference is the policy without its adapters: leave it out, or set "
-                "reference.model_args.model_name_or_path",
+                f"{_own_reference(config)}: leave it out, or set reference.model_args.model_name_or_path",
             )
 
 
@@ -138,6 +137,13 @@ def _unused_reference(config: LearnerConfig) -> str:
     return f"the reference is not used with {user} (dpo): leave it out"
 
 
+def _own_reference(config: LearnerConfig) -> str:
+    """Return what the reference of a policy with adapters is."""
+    if config.actor_train.model_args.adapter_name_or_path is not None:
+        return "with adapter_name_or_path the reference is the policy with that adapter"
+    return "with lora_target the reference is the policy without its adapters"
+
+
 def _check_reference(config: LearnerConfig) -> Iterator[ConfigIssue]:
     is_unused = not config.needs_reference and not _is_switched_off(config)
     if is_unused and not config.reads_data and config.reference.infer_batch_size is not None:
@@ -149,7 +155,7 @@ def _check_reference(config: LearnerConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue(key, _unused_reference(config))
     own_model = config.reference.model_args.model_name_or_path is not None
     if config.actor_train.model_args.lora_target is not None and not own_model:
-        yield ConfigIssue(key, "with lora_target the reference is the policy without its adapters: leave it out")
+        yield ConfigIssue(key, f"{_own_reference(config)}: leave it out")
     for full in config.full_kls:
         yield ConfigIssue(key, f"{name} shards the output embedding, which {full} full needs: take hf_infer, or k3")
     if config.ref_model_sync_steps is not None:

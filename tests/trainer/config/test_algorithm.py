@@ -95,6 +95,34 @@ def test_sharded_reference_rejects_unsupported_features(settings: dict, why: str
     assert not list(check_learner(LearnerConfig.model_validate({**SHARDED, **KL})))
 
 
+LORA = {"lora_target": "q_proj"}
+
+
+@pytest.mark.parametrize(
+    ("model_args", "says"),
+    [
+        (LORA, "with lora_target the reference is the policy without its adapters"),
+        (
+            {**LORA, "adapter_name_or_path": "sft"},
+            "with adapter_name_or_path the reference is the policy with that adapter",
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (SHARDED, "reference.strategy_args.strategy_name"),
+        ({"ref_model_sync_steps": 2}, "ref_model_sync_steps"),
+        ({"reference": {"model_args": {"dtype": "bfloat16"}}}, "reference.model_args.dtype"),
+    ],
+)
+def test_a_policy_with_adapters_is_its_own_reference(settings: dict, key: str, model_args: dict, says: str):
+    tree = {**KL, **settings, "actor_train": {"model_args": model_args}}
+    (issue,) = check_learner(LearnerConfig.model_validate(tree))
+    assert issue.path == key
+    assert issue.message.startswith(says)
+
+
 BESIDE = {"reference": {"strategy_args": {"placement": "service"}}}
 
 
