@@ -12,26 +12,28 @@ from offbeat.deploy.config.importing.areal_batches import (
     MINIBATCHES,
     SAMPLES,
     answer_tokens,
-    backends,
     device_defaults,
+    eval_answer_tokens,
+    evaluates_alone,
     find_pipeline,
     rollout_batch,
     sequence_length,
     slots,
+    trainer_name,
 )
 from offbeat.deploy.config.importing.areal_keys import (
-    ARGS,
     EVALUATION,
     GSM8K,
     MODEL,
     RULES,
     SCRIPT,
+    cuts_top_k,
     dataset_name,
     eval_samples,
     trackers,
-    warmup_steps,
 )
 from offbeat.deploy.config.importing.areal_loss import loss_defaults
+from offbeat.deploy.config.importing.areal_optimizer import ARGS, LEARNING_RATE, warmup_steps
 from offbeat.deploy.config.importing.environment import hide, reveal
 from offbeat.deploy.config.importing.fitting import finish
 from offbeat.deploy.config.importing.report import Imported, KeyReport, Outcome
@@ -63,14 +65,24 @@ REQUEST_TIMEOUT_S = 3600.0
 """AReaL's default of `rollout.request_timeout`."""
 BOXED = "{observation}\nPlease put your final answer within \\boxed{}."
 """AReaL's prompts of gsm8k."""
-LEARNING_RATE = 1e-3
-"""AReaL's default of `optimizer.lr`."""
 WORKFLOW = (
     "the workflow and its reward are in the script's Python: name `rewards`, and an env or agent in custom_envs for more "
     "than one answer"
 )
 SAMPLED = "a script may evaluate with a temperature of its own (gsm8k_rl.py: 0.6): val_env_manager.generating_args"
 NO_MODEL = "no actor.path: set pretrain, which is the tiny policy now"
+NO_REFERENCE = (
+    "without actor.kl_ctl and `ref` AReaL adds -0.1 times its logprob to each token's reward, which rewards improbable "
+    "tokens; nothing does here: entropy_loss_coef is nearest"
+)
+REJECTED = (
+    "dynamic_bs: AReaL trains on accepted groups alone; here tokens of rejected groups count in the loss's mean, so that "
+    "steps are smaller by their share (docs/algorithms.md#which-groups-and-episodes)"
+)
+LONG_ANSWERS = (
+    "eval_gconfig without max_new_tokens has AReaL's default of 16384, here training's: "
+    "val_env_manager.generating_args.max_new_tokens, with room in sequence_length and max_tokens_per_step"
+)
 PLAIN = "AReaL's SFT has question and answer as plain text; here they are a conversation by the policy's chat template"
 
 
@@ -133,10 +145,23 @@ def _remarks(source: Tree) -> Iterator[str]:
             yield WORKFLOW
             if get(source, "valid_dataset.path") and not get_table(source, "eval_gconfig"):
                 yield SAMPLED
+            yield from _rollout_remarks(source)
         case "sft" if GSM8K in str(get(source, "train_dataset.path")):
             yield PLAIN
         case _:
             pass
+
+
+def _rollout_remarks(source: Tree) -> Iterator[str]:
+    if get(source, "actor.kl_ctl") is None and not get_table(source, "ref"):
+        yield NO_REFERENCE
+    if (temperature := get(source, "gconfig.temperature", 1.0)) != 1.0 and get(source, "actor.temperature") is None:
+        yield f"without actor.temperature AReaL's logprobs are at temperature 1, here at the sampling's, {temperature}"
+    if get(source, "dynamic_bs"):
+        yield REJECTED
+    evaluates = get(source, "valid_dataset.path") and evaluates_alone(source)
+    if evaluates and get(source, "eval_gconfig.max_new_tokens") is None:
+        yield LONG_ANSWERS
 
 
 def _defaults(source: Tree) -> Iterator[tuple[str, Any]]:
@@ -173,9 +198,7 @@ def _optimizer_defaults(source: Tree) -> Iterator[tuple[str, Any]]:
     yield f"{ARGS}.learning_rate", LEARNING_RATE
     yield f"{ARGS}.adam_beta2", 0.999
     yield f"{ARGS}.weight_decay", 0.01
-    _, training = backends(source)
-    name = training.name if training else str(get(source, "actor.backend")).partition(":")[0]
-    if name != "megatron":
+    if trainer_name(source) != "megatron":
         yield f"{ARGS}.decay_all_weights", True  # Megatron's optimizer spares norms and biases
     if steps := warmup_steps(source):
         yield f"{ARGS}.warmup_steps", steps
@@ -196,12 +219,18 @@ def _rollout_defaults(source: Tree) -> Iterator[tuple[str, Any]]:
     if ahead:
         yield "buffer.stale_policy", "train"  # AReaL drops nothing
     yield from loss_defaults(source)
-    for name in ("temperature", "top_p"):
-        value = get(source, f"gconfig.{name}", 1.0)
-        if value != 1.0 and get(source, f"eval_gconfig.{name}") is None:
-            yield f"{EVALUATION}.{name}", value
+    if not evaluates_alone(source):
+        for name in ("temperature", "top_p"):
+            if (value := get(source, f"gconfig.{name}", 1.0)) != 1.0:
+                yield f"{EVALUATION}.{name}", value
+        if cuts_top_k(top_k := get(source, "gconfig.top_k")):
+            yield f"{EVALUATION}.top_k", top_k
     yield "val_env_manager.group_size", eval_samples(source)
-    env: dict[str, Any] = {"env_type": "prompt", "max_steps": 1, "max_tokens_per_step": answer}
+    env: dict[str, Any] = {
+        "env_type": "prompt",
+        "max_steps": 1,
+        "max_tokens_per_step": max(answer, eval_answer_tokens(source)),
+    }
     if GSM8K in str(get(source, "train_dataset.path")):
         env["agent_template"] = BOXED
     yield "custom_envs", {"prompt": env}

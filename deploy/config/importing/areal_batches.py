@@ -101,6 +101,12 @@ def take_allocation(key: Key) -> Outcome:
     return Outcome("same", note="actor_infer.device_mapping and actor_train.device_mapping")
 
 
+def trainer_name(tree: Tree) -> str:
+    """Return the trainer's engine: `fsdp`, `megatron` or `archon`."""
+    _, training = backends(tree)
+    return training.name if training else str(get(tree, "actor.backend")).partition(":")[0]
+
+
 def find_pipeline(tree: Tree) -> str:
     kind = get(tree, "train_dataset.type")
     if kind is not None and not isinstance(kind, str):
@@ -136,18 +142,49 @@ def slots(tree: Tree) -> int:
     return max(prompts(tree), _number(tree, "rollout.max_concurrent_rollouts", prompts(tree)))
 
 
+def evaluates_alone(tree: Tree) -> bool:
+    """Return whether evaluations have sampling of their own, whose keys have AReaL's defaults, not gconfig's values."""
+    return isinstance(get(tree, "eval_gconfig"), dict)
+
+
 def sequence_length(tree: Tree) -> int:
-    """Return a trajectory's tokens: those of the longest prompt and answer, within AReaL's and its engines' limits."""
+    """Return a trajectory's tokens: those of the longest prompt and answer, of training or evaluation."""
     if find_pipeline(tree) != "rlvr":
         return _number(tree, "train_dataset.max_length", TOKENS)
-    whole = _number(tree, "gconfig.max_new_tokens", NEW_TOKENS) + _number(tree, "train_dataset.max_length", PROMPT)
+    return max(_longest(tree, "gconfig"), _longest(tree, "eval_gconfig") if _has_eval_answer(tree) else 0)
+
+
+def _longest(tree: Tree, name: str) -> int:
+    """Return the tokens of the longest prompt and answer, within AReaL's and its engines' limits."""
+    whole = _number(tree, f"{name}.max_new_tokens", NEW_TOKENS) + _number(tree, "train_dataset.max_length", PROMPT)
     context = "sglang.context_length" if engine(tree) == "sglang" else "vllm.max_model_len"
-    return min(whole, _number(tree, "gconfig.max_tokens", TOKENS), _number(tree, context, TOKENS))
+    return min(whole, _number(tree, f"{name}.max_tokens", TOKENS), _number(tree, context, TOKENS))
+
+
+def _has_eval_answer(tree: Tree) -> bool:
+    """Return whether rows are evaluated with a length of answers that the file gives."""
+    return bool(get(tree, "valid_dataset.path")) and isinstance(get(tree, "eval_gconfig.max_new_tokens"), int)
 
 
 def answer_tokens(tree: Tree) -> int:
     """Return an answer's tokens, fewer than a sequence's, which AReaL does not require."""
-    return min(_number(tree, "gconfig.max_new_tokens", NEW_TOKENS), sequence_length(tree) - 1)
+    return min(_number(tree, "gconfig.max_new_tokens", NEW_TOKENS), _longest(tree, "gconfig") - 1)
+
+
+def eval_answer_tokens(tree: Tree) -> int:
+    """Return the tokens of an answer of evaluation, those of training unless the file gives others."""
+    if not _has_eval_answer(tree):
+        return answer_tokens(tree)
+    return min(_number(tree, "eval_gconfig.max_new_tokens", NEW_TOKENS), _longest(tree, "eval_gconfig") - 1)
+
+
+def take_eval_answer(key: Key) -> Outcome | None:
+    if not _has_eval_answer(key.tree):
+        return Outcome("no effect", note="no valid_dataset") if isinstance(key.value, int) else None
+    tokens, target = eval_answer_tokens(key.tree), ("val_env_manager", "generating_args", "max_new_tokens")
+    if tokens == key.value:
+        return Outcome("renamed", target, tokens)
+    return Outcome("value", target, tokens, "a prompt needs room")
 
 
 def take_answer(key: Key) -> Outcome | None:

@@ -4,7 +4,9 @@ from typing import Any
 
 from offbeat.deploy.config.hub_datasets import is_dataset_id
 from offbeat.deploy.config.importing.areal_batches import (
+    SAMPLES,
     engine,
+    evaluates_alone,
     find_pipeline,
     group_size,
     has_devices,
@@ -13,10 +15,13 @@ from offbeat.deploy.config.importing.areal_batches import (
     take_answer,
     take_backend,
     take_batch,
+    take_eval_answer,
     take_longest,
     take_slots,
 )
 from offbeat.deploy.config.importing.areal_loss import LOSS
+from offbeat.deploy.config.importing.areal_optimizer import ARGS, CRITIC, OPTIMIZER
+from offbeat.deploy.config.importing.environment import ANY_REFERENCE
 from offbeat.deploy.config.importing.report import Outcome
 from offbeat.deploy.config.importing.rules import (
     NO_NAME,
@@ -35,7 +40,7 @@ from offbeat.deploy.config.importing.rules import (
 from offbeat.deploy.config.importing.verl_keys import MEGATRON_LAYERS
 from offbeat.trainer.config.aliases import ENGINE
 
-ARGS, MODEL = "actor_train.training_args", "actor_train.model_args"
+MODEL = "actor_train.model_args"
 SAMPLING, EVALUATION = "actor_infer.generating_args", "val_env_manager.generating_args"
 ALL_TOKENS = 100_000_000
 """AReaL's `top_k` that cuts nothing."""
@@ -72,8 +77,11 @@ def _tracker(key: Key) -> Outcome:
 
 def _name(key: Key) -> Outcome:
     parts = [get(key.tree, name) for name in ("experiment_name", "trial_name")]
-    name = NO_NAME.sub("-", "-".join(str(part) for part in parts if part)).strip("-._")[:64].rstrip("-._")
-    return Outcome("value", ("exp_name",), name) if name else Outcome("no counterpart", note="set exp_name")
+    whole = "-".join(str(part) for part in parts if part)
+    name = NO_NAME.sub("-", whole).strip("-._")[:64].rstrip("-._")
+    if not name or ANY_REFERENCE.search(whole):
+        return Outcome("no counterpart", note="set exp_name")
+    return Outcome("value", ("exp_name",), name)
 
 
 def _output_dir(key: Key) -> Outcome:
@@ -121,7 +129,11 @@ def _same_as(name: str, note: str) -> Rule:
 
 
 def _top_k(target: str) -> Rule:
-    return lambda key: Outcome("same", note="all tokens") if key.value in (-1, 0, ALL_TOKENS) else rename(target)(key)
+    return lambda key: rename(target)(key) if cuts_top_k(key.value) else Outcome("same", note="all tokens")
+
+
+def cuts_top_k(value: Any) -> bool:
+    return value not in (None, -1, 0, ALL_TOKENS)
 
 
 def _lora(key: Key) -> Outcome:
@@ -134,42 +146,6 @@ def _lora(key: Key) -> Outcome:
         return Outcome("value", (*MODEL.split("."), "lora_target"), "all-linear")
     layers = ",".join(MEGATRON_LAYERS.get(str(name), str(name)) for name in names)
     return Outcome("value", (*MODEL.split("."), "lora_target"), layers)
-
-
-def has_warmup(tree: Tree) -> bool:
-    return bool(get(tree, "actor.optimizer.warmup_steps_proportion", 0.001))
-
-
-def _schedule(key: Key) -> Outcome:
-    name = key.value
-    if name == "constant" and warmup_steps(key.tree):
-        name = "constant_with_warmup"
-    if name == "cosine" and get(key.tree, "actor.optimizer.min_lr_ratio"):
-        name = "cosine_with_min_lr"
-    return Outcome("renamed" if name == key.value else "value", (*ARGS.split("."), "lr_scheduler_type"), name)
-
-
-def warmup_steps(tree: Tree) -> int:
-    """Return the steps of warm-up, if those of training are known."""
-    steps, share = get(tree, "total_train_steps"), get(tree, "actor.optimizer.warmup_steps_proportion", 0.001)
-    return int(steps * share) if isinstance(steps, int) and isinstance(share, int | float) else 0
-
-
-def _warmup(key: Key) -> Outcome:
-    if not key.value:
-        return Outcome("same", note="no warm-up")
-    if not isinstance(get(key.tree, "total_train_steps"), int):
-        return Outcome("no counterpart", note=f"a share of the steps: set {ARGS}.warmup_steps")
-    steps = warmup_steps(key.tree)
-    return Outcome("value", (*ARGS.split("."), "warmup_steps"), steps) if steps else Outcome("same", note="0 steps")
-
-
-def _lowest(key: Key) -> Outcome:
-    if not key.value:
-        return Outcome("same")
-    if get(key.tree, "actor.optimizer.lr_scheduler_type") != "cosine":
-        return Outcome("no effect", note="of a cosine schedule")
-    return Outcome("value", (*ARGS.split("."), "lr_scheduler_kwargs"), {"min_lr_rate": key.value})
 
 
 def _epochs(key: Key) -> Outcome:
@@ -200,7 +176,7 @@ def _argument(key: Key) -> Outcome:
 
 EXPERIMENT: Rules = (
     ("experiment_name", _name),
-    ("trial_name", same("part of exp_name")),
+    ("trial_name", lambda key: Outcome("same", note="part of exp_name") if _name(key).target else _name(key)),
     ("seed", rename("seed")),
     ("cluster.fileroot", _output_dir),
     ("cluster.n_gpus_per_node", lambda key: rename("num_gpus_per_node")(key) if has_devices(key.tree)
@@ -266,25 +242,15 @@ TRAINING: Rules = (
     ("actor.disable_dropout", missing("models have no dropout")),
     ("*.init_from_scratch", same("", False)),
     ("actor.init_from_scratch", missing("pretrain: tiny is random; others are folders")),
-    ("actor.temperature", _same_as("gconfig.temperature", "the sampling's")),
+    ("actor.temperature", lambda key: Outcome("same", note="the sampling's")
+     if key.value == get(key.tree, "gconfig.temperature", 1.0) else None),
     ("actor.temperature", missing("logprobs are of the sampling's temperature")),
     ("actor.mb_spec.max_tokens_per_mb", rename(f"{ARGS}.max_tokens_per_microbatch")),
     ("actor.mb_spec.**", missing(f"{ARGS}.max_tokens_per_microbatch")),
     ("actor.use_lora", same("lora_target")),
     ("actor.lora_rank|lora_alpha|target_modules", _lora),
     ("actor.peft_type", same("", "lora")),
-    ("actor.optimizer.type", same("", "adam")),
-    ("actor.optimizer.type", missing("AdamW with states in float32 trains")),
-    ("actor.optimizer.lr", rename(f"{ARGS}.learning_rate")),
-    ("actor.optimizer.weight_decay", rename(f"{ARGS}.weight_decay")),
-    ("actor.optimizer.beta1", rename(f"{ARGS}.adam_beta1")),
-    ("actor.optimizer.beta2", rename(f"{ARGS}.adam_beta2")),
-    ("actor.optimizer.eps", become(f"{ARGS}.adam_epsilon", float)),
-    ("actor.optimizer.gradient_clipping", rename(f"{ARGS}.max_grad_norm")),
-    ("actor.optimizer.lr_scheduler_type", _schedule),
-    ("actor.optimizer.warmup_steps_proportion", _warmup),
-    ("actor.optimizer.min_lr_ratio", _lowest),
-    ("actor.optimizer.**", no_effect("of float16")),
+    *OPTIMIZER,
     ("actor.enable_tree_training", become(f"{MODEL}.shared_prefix", lambda value: True if value else None)),
     ("actor.enable_tree_training", same("", False)),
     *LOSS,
@@ -296,13 +262,7 @@ TRAINING: Rules = (
     ("ref.dtype|disable_dropout|optimizer", same("the policy's")),
     ("ref.optimizer.**", no_effect("the reference is frozen")),
     ("ref.**", missing("passes are as the policy's")),
-    ("critic.path", lambda key: Outcome("same", note="the policy's first weights")
-     if key.value == get(key.tree, "actor.path") else rename("critic.model_args.model_name_or_path")(key)),
-    ("critic.optimizer.lr", rename("critic.training_args.learning_rate")),
-    ("critic.eps_clip", rename("value_clip")),
-    ("critic.is_critic", same("", True)),
-    ("critic.gradient_checkpointing", _not("critic.model_args.disable_gradient_checkpointing")),
-    ("critic.**", same("the policy's settings are the critic's, too")),
+    *CRITIC,
 )  # fmt: skip
 
 ROLLOUT: Rules = (
@@ -335,9 +295,13 @@ ROLLOUT: Rules = (
     ("gconfig.lora_name", no_effect("an adapter has no name of its own")),
     ("gconfig.**", missing(f"{SAMPLING} has temperature, top_p, top_k, max_new_tokens and stop_strings")),
     ("eval_gconfig.n_samples", _eval_samples),
-    ("eval_gconfig.max_new_tokens|temperature|top_p", lambda key:
+    ("eval_gconfig.max_new_tokens", take_eval_answer),
+    ("eval_gconfig.temperature|top_p", lambda key:
      Outcome("renamed", (*EVALUATION.split("."), key.path[-1]), key.value)),
     ("eval_gconfig.top_k", _top_k(f"{EVALUATION}.top_k")),
+    ("eval_gconfig.max_tokens", same("bounds sequence_length")),
+    ("eval_gconfig.greedy", same("", False)),
+    ("eval_gconfig.min_new_tokens", same("", 0)),
     ("eval_gconfig.**", missing(f"{EVALUATION} has temperature, top_p, top_k and max_new_tokens")),
     *((f"{name}.{pattern}", rule) for name in ("vllm", "sglang") for pattern, rule in (
         ("model|model_path", no_effect("engines sample with the trained weights")),
@@ -367,5 +331,8 @@ def needs_reference(tree: Tree) -> bool:
 
 
 def eval_samples(tree: Tree) -> int:
+    """Return the answers per row of evaluation: gconfig's without an `eval_gconfig`, which has defaults of its own."""
+    if not evaluates_alone(tree):
+        return group_size(tree)
     value = get(tree, "eval_gconfig.n_samples")
-    return value if isinstance(value, int) else group_size(tree)
+    return value if isinstance(value, int) else SAMPLES

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from offbeat.deploy.config.importing.areal_batches import answer_tokens, has_critic, has_kl
+from offbeat.deploy.config.importing.areal_optimizer import LEARNING_RATE, warmup_steps
 from offbeat.deploy.config.importing.numbers import get_number
 from offbeat.deploy.config.importing.report import Outcome
 from offbeat.deploy.config.importing.rules import (
@@ -28,7 +29,10 @@ UPPER = 5.0
 """AReaL's default of `rejection_sampling.upper`."""
 OLD_CAPS = ("behave_imp_weight_cap", "behav_imp_weight_cap")
 """Names of older AReaL, for a mask of tokens."""
+OLD_MODES = ("behave_imp_weight_mode", "behav_imp_weight_mode")
+OLD_ACTIONS = {"mask": "mask", "truncate": "clamp"}
 SCALED_AWAY = "normalization divides it out"
+OTHER_DEVIATION = "there the deviation of rewards less the mean of mean_level, here of raw rewards"
 CENTERED = "normalization subtracts it"
 UNWEIGHTED = "use_decoupled_loss is false"
 Level = str | None
@@ -67,8 +71,10 @@ def _norm(key: Key) -> Outcome:
     if name in ("mean_level", "std_level"):
         kind = "same" if estimator(key.tree) in ("grpo", "dr_grpo", "rloo") else "value"
         scope = "norm_mean_type" if name == "mean_level" else "norm_std_type"
+        shown = "std_level" if "std_level" in get_table(key.tree, REWARDS) else "mean_level"
+        note = OTHER_DEVIATION if name == shown and std is not None and mean != std else ""
         if kind == "value" and key.value is not None:
-            return Outcome("renamed", ("reward_normalization", scope), key.value)
+            return Outcome("renamed", ("reward_normalization", scope), key.value, note)
         return Outcome("same", note=f"adv_estimator {estimator(key.tree)}")
     if name == "mean_leave1out" and leaves_out and (mean, std) != ("group", None):
         return Outcome("no counterpart", note="adv_estimator rloo leaves one out, without a deviation")
@@ -144,6 +150,11 @@ def old_logprobs(tree: Tree) -> str:
     return "recompute" if get(tree, "actor.recompute_logprob") else "behavior"
 
 
+def old_mode(tree: Tree) -> str:
+    """Return what older AReaL did with a weight beyond its cap."""
+    return str(next((mode for name in OLD_MODES if (mode := get(tree, f"actor.{name}"))), "token_mask"))
+
+
 def correction(tree: Tree) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
     """Return the weight and filters of a decoupled loss; None without rejection sampling or a counterpart."""
     is_given, given = (
@@ -156,7 +167,10 @@ def correction(tree: Tree) -> tuple[dict[str, Any], list[dict[str, Any]]] | None
     if given.get("upper", UPPER) is None:
         raise WrongTypeError("actor.rejection_sampling.upper", None, "a number")
     upper = get_number(tree, "actor.rejection_sampling.upper", UPPER) if is_given else caps[0]
-    lower = get_number(tree, "actor.rejection_sampling.lower", 0.0)
+    lower, mode = get_number(tree, "actor.rejection_sampling.lower", 0.0), old_mode(tree)
+    if not is_given and mode == "disabled":
+        return None
+    given = given if is_given else {"level": mode.partition("_")[0], "action": OLD_ACTIONS.get(mode.partition("_")[2])}
     is_sequence = given.get("level", "token") == "sequence"
     weight: dict[str, Any] = {"weight_type": "geometric" if is_sequence else "token", "upper_bound": float(upper)}
     if lower:
@@ -173,6 +187,8 @@ def correction(tree: Tree) -> tuple[dict[str, Any], list[dict[str, Any]]] | None
 def _rejection(key: Key) -> Outcome:
     if not is_decoupled(key.tree):
         return Outcome("no effect", note=UNWEIGHTED)
+    if correction(key.tree) is None and key.path[-1] in (*OLD_CAPS, *OLD_MODES) and old_mode(key.tree) == "disabled":
+        return Outcome("same", note="not corrected")
     if correction(key.tree) is None:
         return Outcome(
             "no counterpart", note=f"{CORRECTION} weights and masks by ratios of tokens, turns and sequences"
@@ -243,7 +259,7 @@ LOSS: Rules = (
     ("actor.rejection_sampling.*", _rejection),
     ("actor.rejection_sampling", _rejection),
     ("actor.reward_norm|adv_norm", same("of the batch, AReaL's default")),
-    *((f"actor.{name}", _rejection) for name in OLD_CAPS),
+    *((f"actor.{name}", _rejection) for name in (*OLD_CAPS, *OLD_MODES)),
     (f"{REWARDS}.*", _norm),
     (f"{ADVANTAGES}.*", _advantage_norm),
     ("actor.reward_scaling", _scaling),
@@ -280,6 +296,9 @@ def loss_defaults(tree: Tree) -> Iterator[tuple[str, Any]]:
     if whitens(tree):
         yield "whiten_advantages", True
     if has_critic(tree):
+        yield "critic.training_args.learning_rate", LEARNING_RATE
+        if steps := warmup_steps(tree, "critic"):
+            yield "critic.training_args.warmup_steps", steps
         yield "lambd", 1.0
         yield "value_clip", 0.5
     if has_kl(tree):
