@@ -34,6 +34,8 @@ BASH = Function(
 )
 DONE = Function(SUBMIT, "End the task and have it verified.", {"type": "object", "properties": {}, "required": []})
 MAX_CHARS = 1_000_000
+MAX_COMMAND_BYTES = 100_000
+"""Linux takes arguments of up to 128 KiB."""
 CHARSET = "".join(map(chr, (9, 10, 13, *range(32, 0xD800))))
 
 
@@ -158,8 +160,9 @@ class HarborEnv(gymnasium.Env[str, str]):
 
     def _run(self, trial: TaskTrial, command: str) -> str:
         timeout_s = max(0.1, min(self.config.command_timeout_s, self._left_s()))
-        if "\0" in command:
-            return "bash: the command has a null character\n[exit code 126]"
+        if "\0" in command or len(command.encode(errors="surrogatepass")) > MAX_COMMAND_BYTES:
+            what = "has a null character" if "\0" in command else "is too long"
+            return f"bash: the command {what}\n[exit code 126]"
         result = trial.run(command, timeout_s)
         self._spent_s += result.wall_s
         return format_output(result, timeout_s)

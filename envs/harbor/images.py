@@ -14,7 +14,7 @@ from pathlib import Path
 from offbeat.envs.harbor.dockerfile import Build
 from offbeat.envs.harbor.task import HarborTask
 from offbeat.envs.sandbox.backend import check_sandbox
-from offbeat.envs.sandbox.container_engine import Image, find_engines, find_image, is_present
+from offbeat.envs.sandbox.container_engine import Image, find_image, is_in_podman
 from offbeat.envs.sandbox.run import IsolationError
 from offbeat.envs.sandbox.shell import IMAGE, TASK_IMAGE, ShellLimits
 
@@ -47,7 +47,13 @@ def task_image(task: HarborTask) -> str:
 
 
 def image_build(image: Image) -> Build:
-    """Return what is left to do in a container of the task's own image: nothing; raises IsolationError for another user."""
+    """Return what is left to do in a container of the task's own image, which is nothing.
+
+    Raises:
+        IsolationError: it is not root's, or docker's alone, which does not tell from outside what was changed.
+    """
+    if image.command[0] != "podman":
+        raise IsolationError(f"image {image.name}: docker has it, and a task's own image needs podman")
     if image.user not in ROOT_USERS:
         raise IsolationError(f"image {image.name}: its user is {image.user}, and a shell's is root")
     return Build((), image.workdir, {}, (), ())
@@ -66,7 +72,7 @@ def check_machine(tasks: Sequence[HarborTask], limits: ShellLimits) -> None:
             f"images of {len(errors)} of {len(tasks)} tasks can't be used here (`offbeat env tasks FOLDER --image task "
             f"--build` pulls or builds them): {'; '.join(errors[:MAX_NAMED])}{more}"
         )
-    check_sandbox(_own_limits(tasks[0], limits), writable=True)
+    check_sandbox(_own_limits(tasks[0], limits))
 
 
 def require_image(task: HarborTask, *, build: bool = False) -> None:
@@ -74,11 +80,11 @@ def require_image(task: HarborTask, *, build: bool = False) -> None:
 
     Raises:
         ImageBuildError: it could not be pulled or built.
-        IsolationError: it is not on this machine, or not root's, or there is neither podman nor docker.
+        IsolationError: it is not on this machine, or not root's, or podman is missing.
         ValueError: the task has none.
     """
     limits = ShellLimits(image=task_image(task))
-    if build and not is_present(limits):
+    if build and not is_in_podman(task_image(task)):
         command = _build_command(task)
         if subprocess.run(command, check=False, stdin=subprocess.DEVNULL).returncode:
             raise ImageBuildError(f"`{' '.join(command)}` failed")
@@ -86,10 +92,10 @@ def require_image(task: HarborTask, *, build: bool = False) -> None:
 
 
 def _build_command(task: HarborTask) -> Sequence[str]:
-    name, engine = task_image(task), find_engines()[0]
+    name, folder = task_image(task), task.folder / "environment"
     if task.file.environment.docker_image is not None:
-        return [engine, "pull", name]
-    return [engine, "build", "--tag", name, str(task.folder / "environment")]
+        return ["podman", "pull", name]
+    return ["podman", "build", "--tag", name, "--file", str(folder / "Dockerfile"), str(folder)]
 
 
 def _own_limits(task: HarborTask, limits: ShellLimits) -> ShellLimits:

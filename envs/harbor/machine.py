@@ -97,8 +97,8 @@ class TaskMachine:
             raise TaskError(f"{name} failed here with exit code {result.exit_code}: {result.output.strip()[-500:]}")
 
     def protect(self) -> None:
-        """Kill the policy's processes, clear the verifier's folders and remove links to them; raises ShellError."""
-        self.shell.kill_processes()
+        """End the policy's processes, clear the verifier's folders and remove links to them; raises ShellError."""
+        self.shell.secure()
         self.shell.clear(TESTS, SOLUTION, VERIFIER_LOGS, HOME)
         self.shell.unlink_to(self._folders, (TESTS, VERIFIER_LOGS))
 

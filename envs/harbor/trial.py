@@ -63,12 +63,12 @@ class TaskTrial:
     def verify(self, step: TaskStep, timeout_s: float) -> TaskVerdict:
         """Run the verifier; a failure, which the policy may have caused, is part of the verdict."""
         shell = self.machine.shell
-        env = shell.command_env() | resolve(self.task.file.environment.env | step.verifier_env)
+        env = shell.verifier_env() | resolve(self.task.file.environment.env | step.verifier_env)
         try:
             self.machine.protect()
             for folder in step.tests:
                 shell.upload(TESTS, read_files(folder))
-            script = ("bash", f"{TESTS}/test.sh")
+            script = (shell.bash, f"{TESTS}/test.sh")
             result = shell.run(script, cwd=self.machine.workdir, env=env, timeout_s=timeout_s)
             shell.kill_processes()
             return read_verdict(shell, result)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from offbeat.envs.sandbox.container import ContainerShell, check_container
 from offbeat.envs.sandbox.shell import Shell, ShellLimits, check_shell
+from offbeat.envs.sandbox.writable import WritableShell
 
 AnyShell = Shell | ContainerShell
 
@@ -20,12 +21,11 @@ def open_shell(
         IsolationError: the machine can't isolate it.
         ShellError: it did not start.
     """
-    return ContainerShell(folders, limits, writable=writable) if limits.image else Shell(folders, limits, hidden)
+    if limits.image is None:
+        return Shell(folders, limits, hidden)
+    return WritableShell(folders, limits) if writable else ContainerShell(folders, limits)
 
 
-def check_sandbox(limits: ShellLimits, *, writable: bool = False) -> None:
-    """Raise `IsolationError` if this machine can't isolate a shell, or lacks the image. writable: as for `open_shell`."""
-    if limits.image:
-        check_container(limits, writable=writable)
-    else:
-        check_shell(limits)
+def check_sandbox(limits: ShellLimits) -> None:
+    """Raise `IsolationError` if this machine can't isolate a shell, or lacks the image."""
+    (check_container if limits.image else check_shell)(limits)

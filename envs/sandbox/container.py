@@ -1,15 +1,13 @@
 """A policy's shell in a container of podman or docker, with the operations of `Shell`.
 
-Each operation is an `exec` from outside. Invariants: the image's files are read-only, but for folders in memory, or in a
-layer of the container's own; it has no network, and no capabilities beyond its files; it ends with the process that holds
-it, even one killed by SIGKILL.
+Each operation is an `exec` from outside. Invariants: the image's files are read-only, but for folders in memory; the
+container has neither network nor capabilities; it ends with the process that holds it, even one killed by SIGKILL.
 """
 
 import functools
 import io
 import math
 import os
-import posixpath
 import select
 import subprocess
 import tarfile
@@ -17,17 +15,16 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, Literal
 
 from offbeat.envs.sandbox.container_engine import (
-    SYSTEM_PATH,
     find_image,
     run_command,
     seccomp_profile,
     trusted_env,
 )
-from offbeat.envs.sandbox.layer import check_programs, read_changes, read_loader_files
+from offbeat.envs.sandbox.links import MAX_LINKS, prefixes, resolve
 from offbeat.envs.sandbox.run import STARTUP_TIMEOUT_S, IsolationError, join_output
 from offbeat.envs.sandbox.shell import (
     HOME,
@@ -97,11 +94,6 @@ link=$1; shift
 find "$@" -xdev -type d ! -perm -500 -exec chmod u+rwx {} \\;
 find / /dev -xdev -maxdepth 1 -type l -exec sh -c "$link" sh {} + && find "$@" -xdev -type l -exec sh -c "$link" sh {} +
 """
-WRITTEN = """
-[ -z "$(find / -xdev -name '*
-*' | head -c 1)" ] || { echo "a file name has a line break" >&2; exit 1; }
-exec xargs -0 -r sh -c "$1" sh
-"""
 LINK = """
 for path; do
   [ -h "$path" ] || continue
@@ -109,10 +101,10 @@ for path; do
   printf "%s\\0%s\\0" "$path" "${target%x}"
 done
 """
+READ_LINKS = 'exec xargs -0 sh -c "$1" sh'
 CLOSE_TIMEOUT_S = 5.0
 """Of a supervisor; afterwards it removes its container without its worker."""
-MAX_LINKS = 40
-"""Of one path, as in the kernel."""
+OWN_ENV = {"HOME": HOME, "TMPDIR": "/tmp", "LANG": "C.UTF-8", "TERM": "dumb"}
 LIMITS = """
 cd /sys/fs/cgroup
 for file in memory.max memory/memory.limit_in_bytes; do [ -f $file ] && echo "memory $(cat $file)"; done
@@ -124,23 +116,27 @@ for file in pids.max pids/pids.max; do [ -f $file ] && echo "processes $(cat $fi
 class ContainerShell:
     """Shell of one episode in a container; concurrent calls wait for each other."""
 
-    def __init__(self, folders: Sequence[str], limits: ShellLimits, *, writable: bool = False) -> None:
-        """folders: writable, in memory, besides `HOME`. writable: the image's files, too, on disk.
+    is_writable = False
+    """Whether the image's files are, too, on disk."""
+    bash = "bash"
+    """Of verifiers."""
+
+    def __init__(self, folders: Sequence[str], limits: ShellLimits) -> None:
+        """folders: writable, in memory, besides `HOME`.
 
         Raises:
             IsolationError: podman and docker, or the image, are missing.
             ShellError: the container did not start.
         """
         self.image = find_image(limits)
-        self._limits, self._writable = limits, writable
+        self._limits = limits
         self._lock = threading.Lock()
-        volumes = () if writable else self.image.volumes
+        volumes = () if self.is_writable else self.image.volumes
         self._folders = tuple(dict.fromkeys((*folders, HOME, *volumes)))
         self._name = f"offbeat-{uuid.uuid4().hex}"
         self._supervisor: subprocess.Popen[bytes] | None = self._start()
         try:
             self._devices = self.call("start", START, *PROGRAMS)
-            self._loader_files = read_loader_files(self.image, self._name) if writable else {}
         except ShellError:
             self.close()
             raise
@@ -185,25 +181,31 @@ class ContainerShell:
         self.call("clear", CLEAR, *folders)
 
     def unlink_to(self, folders: Sequence[str], targets: Sequence[str]) -> None:
-        """Remove links below `folders`, or written to the image, that lead into `targets`, above them, or into /proc.
-
-        Raises:
-            ShellError: in a writable image, programs of these operations were changed.
-        """
-        written = self._check_layer() if self._writable else set[str]()
-        listed = self.call("unlink_to", LINKS, LINK, *folders)
-        if written:
-            listed += self.call("unlink_to", WRITTEN, LINK, data=os.fsencode("\0".join(written)))
-        fields = os.fsdecode(listed).split("\0")
+        """Remove symbolic links below `folders` that lead into `targets`, above them, or into /proc."""
+        fields = os.fsdecode(self.call("unlink_to", LINKS, LINK, *folders)).split("\0")
         links = dict(zip(fields[::2], fields[1::2], strict=False))
-        bad = [
-            path
-            for path in links
-            if (path in written or any(path.startswith(f"{folder}/") for folder in folders))
-            and any(overlap(resolve(path, links), target) for target in (*targets, "/proc"))
-        ]
+        self.unlink(
+            [path for path in links if any(path.startswith(f"{folder}/") for folder in folders)], links, targets
+        )
+
+    def unlink(self, paths: Sequence[str], links: dict[str, str], targets: Sequence[str]) -> None:
+        """Remove those of `paths` that lead into `targets`, above them, or into /proc. links: known ones, to be extended."""
+        asked = set(links)
+        for _ in range(MAX_LINKS):
+            unknown = {prefix for path in paths for prefix in prefixes(path, links)} - asked
+            if not unknown:
+                break
+            links |= self.read_links(unknown)
+            asked |= unknown
+        bad = [path for path in paths if any(overlap(resolve(path, links), target) for target in (*targets, "/proc"))]
         if bad:
             self.call("unlink_to", "exec xargs -0 rm -f --", data=os.fsencode("\0".join(bad)))
+
+    def read_links(self, paths: Iterable[str]) -> dict[str, str]:
+        """Return the targets of those paths that are symbolic links."""
+        data = os.fsencode("\0".join(paths))
+        fields = os.fsdecode(self.call("read_links", READ_LINKS, LINK, data=data)).split("\0") if data else []
+        return dict(zip(fields[::2], fields[1::2], strict=False))
 
     def read(self, path: str, max_bytes: int = 1 << 16) -> bytes | None:
         """Read a regular file, or return None."""
@@ -218,27 +220,22 @@ class ContainerShell:
         if self.call("kill", KILL) != self._devices:
             raise ShellError("kill: a command replaced files of /dev")
 
+    def secure(self) -> None:
+        """Prepare for a verifier: end all processes; raises ShellError if operations may no longer do what they say."""
+        self.kill_processes()
+
     def command_env(self) -> dict[str, str]:
-        """Return a command's variables: the image's, less paths that a command could fill, if most can't be."""
-        own = {"HOME": HOME, "TMPDIR": "/tmp", "LANG": "C.UTF-8", "TERM": "dumb"}
-        variables = (
-            {"PATH": SYSTEM_PATH, **self.image.env} if self._writable else trusted_env(self.image, self._folders)
-        )
-        return {**variables, **own}
+        """Return a command's variables: the image's, less paths that a command could fill."""
+        return {**trusted_env(self.image, self._folders), **OWN_ENV}
+
+    def verifier_env(self) -> dict[str, str]:
+        return self.command_env()
 
     def close(self) -> None:
         """Remove the container."""
         if self._supervisor is not None:
             _end(self._supervisor)
             self._supervisor = None
-
-    def _check_layer(self) -> set[str]:
-        """Return what was written to a writable image; raises ShellError if it changes programs of the operations."""
-        changes = read_changes(self.image, self._name)
-        check_programs(changes)
-        if read_loader_files(self.image, self._name) != self._loader_files:
-            raise ShellError("programs of the image were changed: their loader's files in /etc")
-        return {change.path for change in changes if change.kind != "D"}
 
     def _start(self) -> "subprocess.Popen[bytes]":
         profile = seccomp_profile(self.image.command)
@@ -247,7 +244,7 @@ class ContainerShell:
             seccomp.flush()
             path, life_s = seccomp.name if profile else None, str(math.ceil(self._limits.timeout_s))
             command = run_command(
-                self.image, self._name, self._folders, self._limits, writable=self._writable, seccomp=path
+                self.image, self._name, self._folders, self._limits, writable=self.is_writable, seccomp=path
             )
             supervisor = subprocess.Popen(
                 ["/bin/sh", "-c", DETACH, "sh", "/bin/sh", "-c", SUPERVISOR, "sh", self._name, life_s, *command],
@@ -311,21 +308,31 @@ class ContainerShell:
     def _exec(self, script: str, *arguments: str) -> list[str]:
         if self._supervisor is None:
             raise ShellError("the shell is closed")
-        return [*self.image.command, "exec", "-i", self._name, "/bin/sh", "-c", script, "sh", *arguments]
+        return [
+            *self.image.command,
+            "exec",
+            "-i",
+            "--user",
+            "0:0",
+            self._name,
+            "/bin/sh",
+            "-c",
+            script,
+            "sh",
+            *arguments,
+        ]
 
 
-def check_container(limits: ShellLimits, *, writable: bool = False) -> None:
+def check_container(limits: ShellLimits) -> None:
     """Raise `IsolationError` if containers of the image don't start here, with its programs and within the limits."""
-    _check(limits.image, limits.runtime, limits.memory_mib, limits.max_processes, writable)
+    _check(limits.image, limits.runtime, limits.memory_mib, limits.max_processes)
 
 
 @functools.cache
-def _check(
-    image: str | None, runtime: Literal["runsc"] | None, memory_mib: int, max_processes: int, writable: bool
-) -> None:
+def _check(image: str | None, runtime: Literal["runsc"] | None, memory_mib: int, max_processes: int) -> None:
     limits = ShellLimits(image=image, runtime=runtime, memory_mib=memory_mib, max_processes=max_processes)
     try:
-        shell = ContainerShell(("/tmp",), limits, writable=writable)
+        shell = ContainerShell(("/tmp",), limits)
         try:
             lines = shell.call("check", LIMITS).decode().split("\n")[:-1]
         finally:
@@ -339,27 +346,6 @@ def _check(
             f"{shell.image.command[0]} does not limit {' and '.join(without)} of containers here: its cgroups need these "
             "controllers, and another user than root needs cgroups v2, delegated to it"
         )
-
-
-def resolve(path: str, links: Mapping[str, str]) -> str:
-    """Follow a path's symbolic links; stop in /proc, whose own depend on the process, and in a loop."""
-    parts, num_links = path.split("/")[::-1], 0
-    current: str = "/"
-    while parts and current != "/proc":
-        part = parts.pop()
-        if part in ("", "."):
-            continue
-        following: str = posixpath.dirname(current) if part == ".." else posixpath.join(current, part)
-        target = links.get(following)
-        if target is None:
-            current = following
-            continue
-        num_links += 1
-        if num_links > MAX_LINKS:
-            break
-        parts += target.split("/")[::-1]
-        current = "/" if target.startswith("/") else current
-    return current
 
 
 def _read_line(pipe: IO[bytes], timeout_s: float) -> bytes | None:

@@ -17,18 +17,21 @@ from offbeat.envs.sandbox.shell import TASK_IMAGE, ShellLimits
 ENGINES = ("podman", "docker")
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PROTECTED_PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
-"""Where `layer.check_programs` finds changes."""
+"""Where `layer.check_layer` finds changes."""
 FILE_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID")
 """Of a root whose image is writable: to change files of the image's other users."""
 MAX_OPEN_FILES = 1024
 MAX_NPROC = 4096
 """Of the user who is the container's root; `max_processes` limits the container."""
+NOBODY = "65534:65534"
+"""User of the first process, which the commands' root can't trace, as it has no capability to."""
 FIRST_PROCESS = "trap '' HUP INT QUIT TERM; while :; do sleep 3600 & wait; done"
 """Reaps what commands leave. A namespace's first process gets their signals only where it has a handler, as dash for INT."""
 OF_PODMAN = ("--read-only-tmpfs=false", "--http-proxy=false", "--image-volume=ignore")
 REFUSED_CALLS = (
     *("unshare", "setns", "mount", "umount", "umount2", "pivot_root", "chroot", "open_tree", "move_mount", "fsopen"),
     *("fsconfig", "fsmount", "fspick", "mount_setattr", "keyctl", "add_key", "request_key", "bpf", "userfaultfd"),
+    *("ptrace", "process_vm_readv", "process_vm_writev"),
 )
 NAMESPACE_FLAGS = 0x7E020000
 """Of `clone`."""
@@ -53,17 +56,22 @@ def find_image(limits: ShellLimits) -> Image:
     return _find(limits.image, limits.runtime)
 
 
-def is_present(limits: ShellLimits) -> bool:
-    """Return whether the image is on this machine; raises IsolationError without podman and docker."""
-    assert limits.image is not None
-    return any(run_engine(engine, "image", "inspect", limits.image).returncode == 0 for engine in find_engines())
+def is_in_podman(name: str) -> bool:
+    """Return whether podman has an image; raises IsolationError without podman."""
+    if shutil.which("podman") is None:
+        raise IsolationError(f"image {name}: podman is not on PATH, which writable images need")
+    return run_engine("podman", "image", "inspect", name).returncode == 0
 
 
 @functools.lru_cache(maxsize=4096)
 def _find(name: str, runtime: str | None) -> Image:
     if name == TASK_IMAGE:
         raise IsolationError(f"image {name}: only tasks in Harbor's format have images of their own")
-    found = find_engines(name)
+    found = [engine for engine in ENGINES if shutil.which(engine)]
+    if not found:
+        raise IsolationError(
+            f"image {name}: neither podman nor docker is on PATH. Install one, or leave out `image` for the kernel sandbox"
+        )
     errors: list[str] = []
     for engine in found:
         command = ("podman", *(("--runtime", runtime) if runtime else ())) if engine == "podman" else ("docker",)
@@ -77,16 +85,6 @@ def _find(name: str, runtime: str | None) -> Image:
         "and a run builds none" if name.startswith("localhost/") else f"and a run pulls none (`{found[0]} pull {name}`)"
     )
     raise IsolationError(f"image {name} is not on this machine, {how}: {'; '.join(errors)}")
-
-
-def find_engines(image: str = TASK_IMAGE) -> list[str]:
-    """Return which of podman and docker are on PATH; raises IsolationError without any."""
-    found = [engine for engine in ENGINES if shutil.which(engine)]
-    if not found:
-        raise IsolationError(
-            f"image {image}: neither podman nor docker is on PATH. Install one, or leave out `image` for the kernel sandbox"
-        )
-    return found
 
 
 def _start_of(config: dict[str, Any]) -> tuple[str, str]:
@@ -108,7 +106,7 @@ def run_command(
     container's own. seccomp: a file, in place of the default profile.
     """
     memory = f"{limits.memory_mib}m"
-    options = ["--detach", "--name", name, "--pull", "never", "--network", "none", "--user", "0:0"]
+    options = ["--detach", "--name", name, "--pull", "never", "--network", "none", "--user", NOBODY]
     options += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--log-driver", "none", "--no-healthcheck"]
     options += [f"--cap-add={name}" for name in FILE_CAPABILITIES] if writable else ["--read-only"]
     options += ["--memory", memory, "--memory-swap", memory, "--pids-limit", str(limits.max_processes)]

@@ -1,84 +1,172 @@
-"""Changes to the files of a container with a writable root, as podman and docker list them from outside.
+"""What a policy wrote to a container's image, as podman tells from outside.
 
-Invariant: while no change is refused by `check_programs`, operations in the container do what they say.
+Invariant: what `check_layer` accepts leaves the programs of the shell's operations, and their libraries, as they were.
 """
 
+import json
 import re
 import subprocess
 import tarfile
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from hashlib import blake2b
 from typing import NamedTuple
 
 from offbeat.envs.sandbox.container_engine import Image, run_engine
+from offbeat.envs.sandbox.run import IsolationError
 from offbeat.envs.sandbox.shell import ShellError
 
-LIBRARIES = r"(?:/usr)?/lib(?:32|64|x32)?(?:/[^/]+-linux-[^/]+)?"
-PROTECTED = re.compile(rf"(?:/usr)?/s?bin(?:/.*)?|{LIBRARIES}/[^/]*\.so(?:\.[^/]*)?")
-"""Programs of the operations and their libraries; /usr/local is the task's."""
-PARENTS = re.compile(rf"/usr|{LIBRARIES}")
-"""Folders that a link must not replace; they are listed for changes below them, too."""
-LOADER_FILES = re.compile(r"(?:\./)?ld\.so\.(?:cache|preload)|(?:\./)?ld-.*\.path")
-"""Below /etc: what tells glibc's and musl's loaders where libraries are."""
-MAX_ETC_BYTES = 256 << 20
-CHANGE = re.compile(r"([ACD]) (/.*)")
+FOLDERS = ("/usr/sbin", "/usr/bin", "/sbin", "/bin")
+"""Of programs; `container_engine.PROTECTED_PATH`."""
+LIBRARY_FOLDERS = ("/usr/lib", "/usr/lib64", "/lib", "/lib64")
+LIBRARIES = r"(?:/usr)?/lib(?:32|64|x32)?"
+OF_INTERPRETERS = r"(?!.*/(?:python[^/]*|perl[^/]*|ruby|node_modules|jvm|R)/)"
+LIBRARY = re.compile(rf"{OF_INTERPRETERS}{LIBRARIES}/(?:.*/)?[^/]*\.so(?:\.[^/]*)?")
+OF_MUSL = re.compile(r"/usr/local/lib/[^/]*\.so(?:\.[^/]*)?")
+"""Besides, where musl's loader looks."""
+PARENT = re.compile(rf"/usr|(?:/usr)?/s?bin|{LIBRARIES}(?:/[^/]+-linux-[^/]+)?")
+"""Folders that a link must not replace; they are also listed for changes below them, which links have not."""
+LOADER_FILES = re.compile(r"/etc/(?:ld\.so\.(?:cache|preload)|ld-.*\.path)")
+"""What tells glibc's and musl's loaders where libraries are."""
+UNLISTED = ("/etc", "/run")
+"""Folders with files that podman writes itself, and does not list."""
 MAX_NAMED = 3
 """Paths in a message."""
+MAX_MEMBERS, MAX_BYTES, COPY_TIMEOUT_S = 500_000, 4 << 30, 120.0
+"""Of a folder that is copied."""
 
 
 class FileChange(NamedTuple):
     kind: str
-    """`A` added, `C` changed, `D` deleted."""
+    """`added`, `changed` or `deleted`."""
     path: str
 
 
+class Original(NamedTuple):
+    """What the shell's operations need of the image."""
+
+    programs: frozenset[str]
+    """Paths, also those that links lead to."""
+    names: frozenset[str]
+    """Of all commands in `FOLDERS`."""
+    path: tuple[str, ...]
+    """Other folders of the image's PATH."""
+    is_musl: bool
+    files: dict[str, str]
+    """Digests of the loader's files; of programs and libraries, too, if podman does not list changes of content."""
+
+
 def read_changes(image: Image, name: str) -> list[FileChange]:
-    """List what differs from the image in a container; raises ShellError if its engine does not answer."""
-    result = run_engine(*image.command, "diff", name)
-    matches = [CHANGE.fullmatch(line) for line in result.stdout.split("\n")[:-1]]
-    if result.returncode or not all(matches):
-        lines = result.stderr.strip().splitlines()
-        raise ShellError(f"diff: {lines[-1] if lines else 'a file name has a line break'}")
-    return [FileChange(match[1], match[2]) for match in matches if match]
+    """List what differs from the image in a stopped container; raises ShellError if podman does not say."""
+    try:
+        result = run_engine(*image.command, "diff", "--format", "json", name)
+        listed: dict[str, list[str]] = json.loads(result.stdout or "null") or {}
+    except (IsolationError, ValueError) as error:
+        raise ShellError(f"diff: {error}") from error
+    if result.returncode:
+        raise ShellError(f"diff: {(result.stderr.strip().splitlines() or ['no message'])[-1]}")
+    changes = [FileChange(kind, path) for kind in ("added", "changed", "deleted") for path in listed.get(kind) or ()]
+    if any("\ufffd" in path or "\n" in path for _, path in changes):
+        raise ShellError("diff: a file name is no UTF-8, or has a line break")
+    return changes
 
 
-def check_programs(changes: Iterable[FileChange]) -> None:
-    """Raise ShellError if the programs of operations, or their libraries, differ from the image's."""
+def check_layer(changes: Iterable[FileChange], original: Original) -> None:
+    """Raise ShellError if programs of the operations, or their libraries, differ from the image's, or are shadowed."""
     listed = list(changes)
     parents = {parent for change in listed for parent in _ancestors(change.path)}
-    changed = [
-        path
-        for kind, path in listed
-        if PROTECTED.fullmatch(path) or (PARENTS.fullmatch(path) and not (kind == "C" and path in parents))
-    ]
+    folders = {*original.path, *(parent for folder in original.path for parent in _ancestors(folder))}
+    changed = [change.path for change in listed if _is_harmful(change, original, parents, folders)]
     if changed:
         more = f", and {len(changed) - MAX_NAMED} more" if len(changed) > MAX_NAMED else ""
         raise ShellError(f"programs of the image were changed: {', '.join(changed[:MAX_NAMED])}{more}")
 
 
-def read_loader_files(image: Image, name: str) -> dict[str, str]:
-    """Return what a container's `LOADER_FILES` are, by name; raises ShellError if its engine does not answer."""
-    command = [*image.command, "cp", f"{name}:/etc/.", "-"]
-    found: dict[str, str] = {}
-    num_bytes = 0
+def read_files(image: Image, name: str) -> dict[str, str]:
+    """Return digests of the files that `Original.files` names; raises ShellError if podman does not answer."""
+    others = () if lists_content(image.command) else (*FOLDERS, *LIBRARY_FOLDERS)
+    copies = [each for folder in ("/etc", *others) for each in _copy(image, name, folder)]
+    return {each.path: each.value for each in copies if _is_kept(each.path)}
+
+
+def check_files(files: dict[str, str], original: Original) -> None:
+    """Raise ShellError if files of the image are no longer as they were, or the loader has new ones."""
+    changed = sorted(path for path, digest in original.files.items() if files.get(path) != digest)
+    changed += sorted(path for path in files.keys() - original.files.keys() if LOADER_FILES.fullmatch(path))
+    if changed:
+        raise ShellError(f"programs of the image were changed: {', '.join(changed[:MAX_NAMED])}")
+
+
+def read_unlisted_links(image: Image, name: str) -> dict[str, str]:
+    """Return the symbolic links in `UNLISTED`, and their targets; raises ShellError if podman does not answer."""
+    copies = [each for folder in UNLISTED for each in _copy(image, name, folder)]
+    return {each.path: each.value for each in copies if each.is_link}
+
+
+@cache
+def lists_content(command: tuple[str, ...]) -> bool:
+    """Return whether podman's storage notices each file that was written, whatever its size and times."""
+    result = run_engine(*command, "info", "--format", '{{index .Store.GraphStatus "Native Overlay Diff"}}')
+    return result.stdout.strip() == "true"
+
+
+class CopiedFile(NamedTuple):
+    path: str
+    is_link: bool
+    value: str
+    """Target of a link, else digest; empty: neither."""
+
+
+def _copy(image: Image, name: str, folder: str) -> list[CopiedFile]:
+    """Read a container's folder from outside, links on the way to it followed; raises ShellError if it is too large."""
+    command = [*image.command, "cp", f"{name}:{folder}/.", "-"]
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as engine:
+        timer = threading.Timer(COPY_TIMEOUT_S, engine.kill)
+        timer.start()
         try:
             with tarfile.open(fileobj=engine.stdout, mode="r|") as tar:
-                for member in tar:
-                    num_bytes += member.size
-                    if num_bytes > MAX_ETC_BYTES:
-                        raise ShellError(f"cp: /etc has more than {MAX_ETC_BYTES >> 20} MiB")
-                    if LOADER_FILES.fullmatch(member.name):
-                        file = tar.extractfile(member) if member.isreg() else None
-                        content = file.read() if file else member.linkname.encode(errors="surrogateescape")
-                        found[member.name] = f"{member.type!r} {blake2b(content).hexdigest()}"
+                copies = list(_read_members(tar, folder))
         except tarfile.TarError as error:
-            raise ShellError(f"cp: {error}") from error
+            if folder in UNLISTED or engine.wait() == 0:  # podman makes these in each container
+                raise ShellError(f"cp: {folder}: {error}") from error
+            return []
         finally:
+            timer.cancel()
             engine.kill()
-    return found
+    return copies
+
+
+def _read_members(tar: tarfile.TarFile, folder: str) -> Iterator[CopiedFile]:
+    num_bytes = 0
+    for number, member in enumerate(tar):
+        num_bytes += member.size
+        if number > MAX_MEMBERS or num_bytes > MAX_BYTES:
+            raise ShellError(f"cp: {folder} has more than {MAX_MEMBERS:,} files or {MAX_BYTES >> 30} GiB")
+        path, value = f"{folder}/{member.name.removeprefix('./')}", ""
+        if member.issym():
+            value = member.linkname
+        elif _is_kept(path) and (file := tar.extractfile(member)):
+            value = blake2b(file.read()).hexdigest()
+        yield CopiedFile(path, member.issym(), value)
+
+
+def _is_kept(path: str) -> bool:
+    return bool(LOADER_FILES.fullmatch(path) or LIBRARY.fullmatch(path)) or path.rpartition("/")[0] in FOLDERS
+
+
+def _is_harmful(change: FileChange, original: Original, parents: set[str], folders: set[str]) -> bool:
+    kind, path = change
+    parent, _, name = path.rpartition("/")
+    if path in original.programs or LIBRARY.fullmatch(path) or (original.is_musl and OF_MUSL.fullmatch(path)):
+        return True
+    if parent in FOLDERS:
+        return kind != "added" or name in original.names
+    if parent in original.path:
+        return kind != "deleted" and name in original.names
+    return bool(PARENT.fullmatch(path) or path in folders) and not (kind != "deleted" and path in parents)
 
 
 def _ancestors(path: str) -> Sequence[str]:

@@ -106,6 +106,9 @@ def check_shell(limits: ShellLimits) -> None:
 class Shell:
     """Shell of one episode; concurrent calls wait for each other."""
 
+    bash = "bash"
+    """Of verifiers."""
+
     def __init__(self, folders: Sequence[str], limits: ShellLimits, hidden: Sequence[str] = ()) -> None:
         """folders: writable, besides `HOME`. hidden: empty inside, if they are below Python's installation.
 
@@ -194,7 +197,14 @@ class Shell:
     def kill_processes(self) -> None:
         self._call("kill")
 
+    def secure(self) -> None:
+        """Prepare for a verifier: end all processes."""
+        self.kill_processes()
+
     def command_env(self) -> dict[str, str]:
+        return command_env()
+
+    def verifier_env(self) -> dict[str, str]:
         return command_env()
 
     def close(self) -> None:

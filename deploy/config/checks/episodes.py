@@ -125,8 +125,8 @@ def _check_training(config: RunConfig) -> Iterator[ConfigIssue]:
     for applies, path, message in rejections:
         if applies:
             yield ConfigIssue(path, f"the policy has image input; {message}")
-    for name, teacher in config.teacher.items():
-        folder = teacher.model_args.model_name_or_path
-        if not teacher.model_args.is_tiny and not reads_images(Path(folder), train.model_args.image_input):
-            path = f"teacher.{name}.model_args.model_name_or_path"
-            yield ConfigIssue(path, f"{folder} has no image input, but the policy has")
+    others = {f"teacher.{name}": teacher.model_args for name, teacher in config.teacher.items()}
+    others |= {"reference": config.reference.model_args} if config.needs_reference else {}
+    for key, args in others.items():
+        if (folder := args.own_folder) and not reads_images(Path(folder), train.model_args.image_input):
+            yield ConfigIssue(f"{key}.model_args.model_name_or_path", f"{folder} has no image input, but the policy has")

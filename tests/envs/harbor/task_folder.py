@@ -11,7 +11,8 @@ DOCKERFILE = f"""
 FROM {IMAGE}
 WORKDIR /tmp
 COPY answer /testbed/answer
-ENV ANSWER=/testbed/answer
+ENV ANSWER=/testbed/answer PATH=/usr/local/bin:/usr/bin
+COPY answer /usr/local/bin/
 WORKDIR /testbed
 """
 VERIFIER = """

@@ -57,7 +57,7 @@ def test_an_episode_has_the_images_files_folder_and_variables_and_may_change_the
     seeds = {env.task_id(seed): seed for seed in range(20)}
     env.reset(seed=seeds[str(folder / "second")])
     assert env.step("pwd; cat $ANSWER")[0] == "/testbed\nalso-wrong"
-    assert env.step("rm -r /opt/own && mkdir -p /opt/mine /usr/local/bin && echo ok")[0] == "ok"
+    assert env.step("rm -r /opt/own && mkdir -p /opt/mine && touch /usr/bin/own && echo ok")[0] == "ok"
     assert env.step("echo right > answer; echo done")[0] == "done"
     assert env.step("submit")[1] == 1
 
@@ -67,7 +67,9 @@ def at_night(cases: dict[str, Any], first: int) -> list[Any]:
 
 
 ATTACKS = {
-    "a link by way of another folder": "mkdir /opt/z; ln -s /tests /opt/z/t; ln -sf /opt/z/t/expected answer",
+    "links by way of other folders": "mkdir /opt/z; ln -s /tests /opt/z/t; ln -s opt/z /z; ln -sf /z/t/expected answer",
+    "a link that podman does not list": "ln -sf /tests/expected /etc/mtab; ln -sf /etc/mtab answer",
+    "a link in memory": "ln -s /tests/expected /dev/shm/l; ln -sf /dev/shm/l answer",
     "a process that waits for the answer": "(until cp /tests/expected .out; do sleep 0.02; done; mv .out answer) &",
     "a link to the expected answer": "ln -sf /tests/expected answer",
     "a reward written ahead": "echo 1 > /logs/verifier/reward.txt",
@@ -81,17 +83,26 @@ def test_an_attack_on_the_verifier_earns_nothing(trial: TaskTrial, attack: str):
 
 
 FORGERIES = {
-    "a program of the operations": ("printf '#!/bin/sh\\n' > /usr/bin/rm; chmod 755 /usr/bin/rm", "/usr/bin/rm"),
-    "a name that hides a link": ("mkdir -p 'x\nA '; ln -s /tests/expected 'x\nA /y'; touch 'x\nA /y'", "a line break"),
+    "a program that would clean up": (
+        "cd /usr/sbin || { mkdir /usr/sbin; cd /usr/sbin; }; printf '#!/bin/sh\\nrm $0\\n' > stat; chmod 755 stat",
+        "/usr/sbin/stat",
+    ),
+    "a program of the same size and time": (
+        "touch -r /usr/bin/cmp /tmp/t; head -c $(stat -c %s /usr/bin/cmp) /dev/zero > /tmp/f; cat /tmp/f > /usr/bin/cmp; "
+        "touch -r /tmp/t /usr/bin/cmp",
+        "/usr/bin/cmp",
+    ),
     "another folder in place of /etc": (
         "mv /etc /testbed/etc; ln -s /testbed/etc /etc; touch /etc/ld.so.preload",
-        "their loader's files in /etc",
+        "/etc/ld.so.preload",
     ),
-    "a library of theirs": ("echo /testbed/x.so > /etc/ld.so.preload", "their loader's files in /etc"),
+    "a name that hides a link": ("mkdir -p 'x\nA '; ln -s /tests/expected 'x\nA /y'; touch 'x\nA /y'", "a line break"),
+    "a program before the verifier's": ("cp /bin/true /usr/local/bin/cmp", "/usr/local/bin/cmp"),
+    "a library of theirs": ("echo /testbed/x.so > /etc/ld.so.preload", "/etc/ld.so.preload"),
 }
 
 
-@pytest.mark.parametrize("forgery", [*list(FORGERIES)[:3], *at_night(FORGERIES, 3)])
+@pytest.mark.parametrize("forgery", [*list(FORGERIES)[:2], *at_night(FORGERIES, 2)])
 def test_a_forged_operation_fails_the_episode(trial: TaskTrial, forgery: str):
     command, named = FORGERIES[forgery]
     trial.run(command, 20)

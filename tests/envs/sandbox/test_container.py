@@ -15,8 +15,9 @@ from pydantic import ValidationError
 
 from offbeat.envs.sandbox import IsolationError
 from offbeat.envs.sandbox.backend import check_sandbox
-from offbeat.envs.sandbox.container import SUPERVISOR, ContainerShell, resolve
+from offbeat.envs.sandbox.container import SUPERVISOR, ContainerShell
 from offbeat.envs.sandbox.container_engine import Image, find_image, run_command, trusted_env
+from offbeat.envs.sandbox.links import resolve
 from offbeat.envs.sandbox.shell import ShellError, ShellLimits
 from tests.envs.sandbox.images import require_image
 from tests.envs.sandbox.test_shell import bash
@@ -147,6 +148,7 @@ ATTACKS = {
     "cgroups": "mkdir /sys/fs/cgroup/x || mkdir /sys/fs/cgroup/memory/x",
     "another owner": "touch f && chmod 4755 f && chown 1 f",
     "a higher limit": "ulimit -f unlimited",
+    "the first process": "cat /proc/1/environ",
     "a file above its limit": "head -c 5M /dev/zero > f",
     "files above the limit of a folder": "for i in 1 2 3; do head -c 3M /dev/zero > f$i || exit 1; done",
     "more memory": "x=$(head -c 400M /dev/zero | tr '\\0' a)",

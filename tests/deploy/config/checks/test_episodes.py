@@ -79,6 +79,18 @@ def test_invalid_combinations_with_images_are_rejected(overrides: list[str], pat
     assert says in problems("frozen_lake_vision.yaml", *overrides).get(path, "")
 
 
+def test_a_reference_without_image_input_is_refused(folder: Path):
+    overrides = [
+        "+use_kl_loss=true",
+        "kl_loss_coef=0.1",
+        f"+reference.model_args.model_name_or_path={folder / 'policy'}",
+    ]
+    key = "reference.model_args.model_name_or_path"
+    assert "policy has no image input, but the policy has" in problems("frozen_lake_vision.yaml", *overrides).get(
+        key, ""
+    )
+
+
 @pytest.mark.parametrize("strategy", ["{strategy_name: fsdp2_train}", "{zero_stage: 2}", "{zero_stage: 3}"])
 def test_a_policy_with_images_trains_in_several_processes(strategy: str):
     overrides = ["+actor_train.num_processes=2", f"+actor_train.strategy_args={strategy}"]
