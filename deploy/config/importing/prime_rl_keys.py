@@ -3,6 +3,7 @@
 from typing import Any
 
 from offbeat.deploy.config.importing.prime_rl_batches import (
+    batch,
     take_bound,
     take_devices,
     take_ratio,
@@ -175,7 +176,8 @@ ORCHESTRATOR: Rules = (
     ("orchestrator", same("prime-rl's defaults")),
     *((pattern, if_inherited(rule)) for pattern, rule in OF_SOURCES),
     ("orchestrator.batch_size", rename("rollout_batch_size")),
-    ("orchestrator.token_batch_size", missing("a batch counts trajectories: set rollout_batch_size")),
+    ("orchestrator.token_batch_size", lambda key: Outcome("value", ("rollout_batch_size",), batch(key.tree),
+                                                          "trajectories, not tokens: set your own")),
     ("orchestrator.max_off_policy_steps", take_bound),
     ("orchestrator.concurrency.max_inflight|initial_inflight", take_slots),
     ("orchestrator.concurrency.**", no_effect("slots are constant; rollout.kv_usage_target adapts the episodes in play")),

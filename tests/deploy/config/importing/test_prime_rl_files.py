@@ -48,3 +48,16 @@ def test_a_variable_of_one_process_is_left_out_unprinted(tmp_path: Path):
     assert "hf_second" not in out.read_text()
     assert "orchestrator.env_vars.HF_TOKEN (system_envs.HF_TOKEN: another key sets another value" in report
     assert "values of env_vars are copied into the file" in report
+
+
+def test_a_batch_of_tokens_is_not_prime_rls_default(tmp_path: Path):
+    path = tmp_path / "rl.toml"
+    path.write_text(f"[orchestrator]\ntoken_batch_size = 100000\n{SOURCE}")
+    imported = import_prime_rl([path])
+    outcomes = {
+        ".".join(each.key): each.outcome for each in imported.keys if each.outcome.target == ("rollout_batch_size",)
+    }
+    assert list(outcomes) == ["orchestrator.token_batch_size"]
+    outcome = outcomes["orchestrator.token_batch_size"]
+    assert (outcome.status, outcome.value) == ("value", imported.tree["rollout_batch_size"])
+    assert "set your own" in outcome.note
