@@ -114,11 +114,11 @@ def _read(path: Path) -> tuple[Tree, list[str]]:
             resolved: Any = OmegaConf.to_container(config, resolve=True)
             return {str(name): value for name, value in reveal(resolved).items()}, remarks
         except InterpolationKeyError as error:
-            key = str(error.full_key)
+            key, problem = str(error.full_key), str(error.msg).partition("\n")[0]
             if key in met:
-                raise ConfigError([ConfigIssue(key, f"{error.msg}: name a key, or leave it out")], str(path)) from error
+                raise ConfigError([ConfigIssue(key, f"{problem}: name a key, or leave it out")], str(path)) from error
             met.add(key)
-            remarks.append(f"{key}: {error.msg}; left out")
+            remarks.append(f"{key}: {problem}; left out")
             OmegaConf.update(config, key, None)
         except OmegaConfBaseException as error:
             raise ConfigError([ConfigIssue("", str(error).partition("\n")[0])], str(path)) from error

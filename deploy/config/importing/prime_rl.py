@@ -217,8 +217,6 @@ def _algorithm_defaults(source: Tree) -> Iterator[tuple[str, Any]]:
     yield "max_staleness", ahead
     if ahead < max_off_policy(source):
         yield "buffer.stale_policy", "train"
-    if rejects_zero(source):
-        yield "zero_variance", "refill"
     tags = train_tags(source)
     if set(tags) != set(all_tags(source)):
         yield "train_env_manager.tags", tags

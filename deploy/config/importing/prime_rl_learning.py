@@ -146,7 +146,7 @@ def rejects_zero(tree: Tree) -> bool:
 
 def take_gate(key: Key) -> Outcome:
     if rejects_zero(key.tree):
-        return Outcome("same", note="zero_variance: refill, as the group trains nothing")
+        return Outcome("value", ("zero_variance",), "refill", "as the group trains nothing")
     note = "groups by their advantages: query_filter_config, or difficulty_mask, has bounds of rewards"
     return Outcome("no counterpart", note=note)
 

@@ -99,7 +99,7 @@ def test_a_gates_type_is_its_default(keys: str, tmp_path: Path):
     imported = convert(tmp_path, GATE % keys)
     assert imported.tree["zero_variance"] == "refill"
     assert not [remark for remark in imported.remarks if "tokens with an advantage" in remark]
-    assert {each.outcome.status for each in imported.keys if "zero" in each.key} == {"same"}
+    assert {each.outcome.status for each in imported.keys if "zero" in each.key} == {"value"}
 
 
 def test_a_gate_with_bounds_has_no_counterpart(tmp_path: Path):
@@ -144,3 +144,11 @@ def test_rows_are_validated_every_50_steps(tmp_path: Path):
     path = tmp_path / "sft.toml"
     path.write_text("[data]\nname = 'a.jsonl'\n[val.data]\nname = 'b.jsonl'\n")
     assert import_prime_rl([path]).tree["eval_steps"] == 50
+
+
+def test_gates_admit_groups_without_advantages(tmp_path: Path):
+    """Distillation assigns none."""
+    imported = convert(tmp_path, f"{OPD}\n{GATE % ''}")
+    assert "zero_variance" not in imported.tree
+    status, note = outcome(imported, "orchestrator.train.source.0.curriculum.gates.zero")
+    assert (status, note.startswith("has no effect")) == ("no effect", True)
