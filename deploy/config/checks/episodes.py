@@ -129,4 +129,6 @@ def _check_training(config: RunConfig) -> Iterator[ConfigIssue]:
     others |= {"reference": config.reference.model_args} if config.needs_reference else {}
     for key, args in others.items():
         if (folder := args.own_folder) and not reads_images(Path(folder), train.model_args.image_input):
-            yield ConfigIssue(f"{key}.model_args.model_name_or_path", f"{folder} has no image input, but the policy has")
+            yield ConfigIssue(
+                f"{key}.model_args.model_name_or_path", f"{folder} has no image input, but the policy has"
+            )
