@@ -1,7 +1,6 @@
 """Harbor's own trials on the kernel sandbox: `make test-harbor`, as Harbor needs Python 3.12 or newer."""
 
 import json
-import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,7 +24,7 @@ from offbeat.envs.harbor.task_set import OWN_TASKS
 from offbeat.envs.sandbox.shell import TASK_IMAGE
 from offbeat.services.rollout.agents.task import AgentTask
 from tests.envs.harbor.task_folder import TaskFolder, needs_shell, write_image_task
-from tests.envs.sandbox.images import require_image
+from tests.envs.sandbox.images import remove_images, require_image
 
 pytestmark = needs_shell
 HERE = "tests.deploy.sandboxes.test_harbor:"
@@ -116,7 +115,7 @@ def image_task(tmp_path: Path) -> Iterator[Path]:
     (task,) = find_tasks(folder)
     build_image(task, build=True)
     yield folder
-    subprocess.run(["podman", "rmi", task_image(task)], check=True, capture_output=True)
+    remove_images(task_image(task))
 
 
 async def test_a_task_is_solved_in_its_own_image(image_task: Path, tmp_path: Path):

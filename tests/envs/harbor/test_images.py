@@ -1,6 +1,5 @@
 """Tasks in containers of their own images, built by podman of an image of this machine's programs."""
 
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from offbeat.envs.harbor.trial import TaskTrial
 from offbeat.envs.sandbox import IsolationError
 from offbeat.envs.sandbox.shell import TASK_IMAGE, ShellLimits
 from tests.envs.harbor.task_folder import TaskFolder, write_image_task
-from tests.envs.sandbox.images import IMAGE, require_image
+from tests.envs.sandbox.images import IMAGE, remove_images, require_image
 
 LIMITS = ShellLimits(image=TASK_IMAGE)
 
@@ -31,8 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     done = CliRunner().invoke(app, ["env", "tasks", str(folder), "--image", TASK_IMAGE, "--build"])
     assert done.exit_code == 0, done.output
     yield folder
-    names = [task_image(task) for task in find_tasks(folder)]
-    subprocess.run(["podman", "rmi", *names], check=True, capture_output=True)
+    remove_images(*(task_image(task) for task in find_tasks(folder)))
 
 
 @pytest.fixture
@@ -196,6 +194,6 @@ def test_an_image_of_another_user_is_refused(tmp_path: Path):
     write_image_task(tmp_path / "task").write("environment/Dockerfile", f"FROM {IMAGE}\nUSER 1000\n")
     done = CliRunner().invoke(app, ["env", "tasks", str(tmp_path), "--image", TASK_IMAGE, "--build"])
     task = find_tasks(tmp_path)[0]
-    subprocess.run(["podman", "rmi", task_image(task)], check=True, capture_output=True)
+    remove_images(task_image(task))
     assert done.exit_code == 1
     assert "its user is 1000, and a shell's is root" in done.output

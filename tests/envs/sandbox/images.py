@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import wait_until_sync
+
 PODMAN = Path(__file__).parents[3] / ".venv/podman/podman"
 """Of `make podman`."""
 IMAGE = "localhost/offbeat-test:2"
@@ -52,6 +54,12 @@ def require_image() -> str:
     if reason:
         pytest.skip(reason)
     return IMAGE
+
+
+def remove_images(*names: str) -> None:
+    """Remove images once the containers of them are gone, which their supervisors remove by themselves."""
+    command = ["podman", "rmi", "--ignore", *names]
+    wait_until_sync(lambda: subprocess.run(command, capture_output=True, check=False).returncode == 0)
 
 
 @functools.cache
