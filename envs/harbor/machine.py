@@ -16,6 +16,7 @@ from offbeat.envs.sandbox.shell import HOME, TASK_IMAGE, CommandResult, ShellErr
 
 TESTS, SOLUTION, LOGS = "/tests", "/solution", "/logs"
 VERIFIER_LOGS = "/logs/verifier"
+OTHER_LOGS = ("/logs/agent", "/logs/artifacts")
 FOLDERS = (
     "/app",
     "/data",
@@ -101,10 +102,12 @@ class TaskMachine:
         self.shell.secure()
         self.shell.clear(TESTS, SOLUTION, VERIFIER_LOGS, HOME)
         self.shell.unlink_to(self._folders, (TESTS, VERIFIER_LOGS))
+        for folder in OTHER_LOGS:  # which a writable container has lost
+            self.shell.upload(folder, {})
 
     def _set_up(self) -> None:
         self.shell.upload(self.workdir, {})
-        self.shell.clear(VERIFIER_LOGS, "/logs/agent", "/logs/artifacts")
+        self.shell.clear(VERIFIER_LOGS, *OTHER_LOGS)
         for action in self._build.actions:
             if isinstance(action, BuildCommand):
                 self.run_or_fail(action.command, f"RUN {action.command[-1]}", cwd=action.workdir, env=action.env)

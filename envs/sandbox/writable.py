@@ -3,6 +3,7 @@
 Invariant: after `secure`, no process of the policy runs, and operations do what they say, whatever it wrote.
 """
 
+import re
 from collections.abc import Sequence
 
 from offbeat.envs.sandbox.container import OWN_ENV, PROGRAMS, ContainerShell
@@ -32,7 +33,8 @@ for file in /lib/ld-musl-*; do [ ! -e "$file" ] || echo "musl $file"; done
 """Lists the image's commands, before the policy can change them."""
 MOUNT_TABLES = ("/proc/mounts", "/proc/self/mounts", "../proc/self/mounts")
 """Targets of /etc/mtab, which podman makes."""
-OF_LOADERS = ("LD_", "BASH_ENV", "ENV")
+OF_LOADERS = re.compile(r"LD_.*|BASH_ENV|ENV")
+"""Variables that name libraries or scripts."""
 
 
 class WritableShell(ContainerShell):
@@ -85,7 +87,7 @@ class WritableShell(ContainerShell):
 
     def verifier_env(self) -> dict[str, str]:
         """Return the image's variables, less those that name libraries or scripts, which a policy could fill."""
-        return {name: value for name, value in self.command_env().items() if not name.startswith(OF_LOADERS)}
+        return {name: value for name, value in self.command_env().items() if not OF_LOADERS.fullmatch(name)}
 
     def _read_original(self) -> Original:
         path = self.image.env.get("PATH", "")
