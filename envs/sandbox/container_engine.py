@@ -16,8 +16,8 @@ from offbeat.envs.sandbox.shell import TASK_IMAGE, ShellLimits
 
 ENGINES = ("podman", "docker")
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-PROTECTED_PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
-"""Where `layer.check_layer` finds changes."""
+PROGRAM_FOLDERS = ("/usr/sbin", "/usr/bin", "/sbin", "/bin")
+"""In which `layer.check_layer` finds changes; the PATH of operations where the image is writable."""
 FILE_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID")
 """Of a root whose image is writable: to change files of the image's other users."""
 MAX_OPEN_FILES = 1024
@@ -120,7 +120,7 @@ def run_command(
         options += ["--tmpfs", f"{folder}:rw,exec,nosuid,nodev,size={limits.disk_mib}m,mode={mode}"]
     for variable in image.env:
         options += ["--env", f"{variable}="]
-    path = PROTECTED_PATH if writable else SYSTEM_PATH
+    path = ":".join(PROGRAM_FOLDERS) if writable else SYSTEM_PATH
     options += ["--env", f"PATH={path}", "--stop-timeout", "0", "--workdir", "/", "--entrypoint", "/bin/sh"]
     if seccomp is not None:
         options += ["--security-opt", f"seccomp={seccomp}"]

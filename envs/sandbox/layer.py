@@ -13,12 +13,10 @@ from functools import cache
 from hashlib import blake2b
 from typing import NamedTuple
 
-from offbeat.envs.sandbox.container_engine import Image, run_engine
+from offbeat.envs.sandbox.container_engine import PROGRAM_FOLDERS, Image, run_engine
 from offbeat.envs.sandbox.run import IsolationError
 from offbeat.envs.sandbox.shell import ShellError
 
-FOLDERS = ("/usr/sbin", "/usr/bin", "/sbin", "/bin")
-"""Of programs; `container_engine.PROTECTED_PATH`."""
 LIBRARY_FOLDERS = ("/usr/lib", "/usr/lib64", "/lib", "/lib64")
 LIBRARIES = r"(?:/usr)?/lib(?:32|64|x32)?"
 OF_INTERPRETERS = r"(?!.*/(?:python[^/]*|perl[^/]*|ruby|node_modules|jvm|R)/)"
@@ -49,12 +47,19 @@ class Original(NamedTuple):
     programs: frozenset[str]
     """Paths, also those that links lead to."""
     names: frozenset[str]
-    """Of all commands in `FOLDERS`."""
+    """Of all commands in `PROGRAM_FOLDERS`."""
     path: tuple[str, ...]
     """Other folders of the image's PATH."""
     is_musl: bool
     files: dict[str, str]
     """Digests of the loader's files; of programs and libraries, too, if podman does not list changes of content."""
+
+
+class CopiedFile(NamedTuple):
+    path: str
+    is_link: bool
+    value: str
+    """Target of a link, else digest; empty: neither."""
 
 
 def read_changes(image: Image, name: str) -> list[FileChange]:
@@ -83,10 +88,14 @@ def check_layer(changes: Iterable[FileChange], original: Original) -> None:
         raise ShellError(f"programs of the image were changed: {', '.join(changed[:MAX_NAMED])}{more}")
 
 
-def read_files(image: Image, name: str) -> dict[str, str]:
-    """Return digests of the files that `Original.files` names; raises ShellError if podman does not answer."""
-    others = () if lists_content(image.command) else (*FOLDERS, *LIBRARY_FOLDERS)
-    copies = [each for folder in ("/etc", *others) for each in _copy(image, name, folder)]
+def read_copies(image: Image, name: str) -> list[CopiedFile]:
+    """Copy `UNLISTED`, and the folders of `Original.files`; raises ShellError if podman does not answer."""
+    others = () if lists_content(image.command) else (*PROGRAM_FOLDERS, *LIBRARY_FOLDERS)
+    return [each for folder in (*UNLISTED, *others) for each in _copy(image, name, folder)]
+
+
+def kept_files(copies: Iterable[CopiedFile]) -> dict[str, str]:
+    """Return the digests, or targets, of the files that `Original.files` names."""
     return {each.path: each.value for each in copies if _is_kept(each.path)}
 
 
@@ -98,10 +107,9 @@ def check_files(files: dict[str, str], original: Original) -> None:
         raise ShellError(f"programs of the image were changed: {', '.join(changed[:MAX_NAMED])}")
 
 
-def read_unlisted_links(image: Image, name: str) -> dict[str, str]:
-    """Return the symbolic links in `UNLISTED`, and their targets; raises ShellError if podman does not answer."""
-    copies = [each for folder in UNLISTED for each in _copy(image, name, folder)]
-    return {each.path: each.value for each in copies if each.is_link}
+def unlisted_links(copies: Iterable[CopiedFile]) -> dict[str, str]:
+    """Return the symbolic links in `UNLISTED`, and their targets."""
+    return {each.path: each.value for each in copies if each.is_link and each.path.startswith(UNLISTED)}
 
 
 @cache
@@ -109,13 +117,6 @@ def lists_content(command: tuple[str, ...]) -> bool:
     """Return whether podman's storage notices each file that was written, whatever its size and times."""
     result = run_engine(*command, "info", "--format", '{{index .Store.GraphStatus "Native Overlay Diff"}}')
     return result.stdout.strip() == "true"
-
-
-class CopiedFile(NamedTuple):
-    path: str
-    is_link: bool
-    value: str
-    """Target of a link, else digest; empty: neither."""
 
 
 def _copy(image: Image, name: str, folder: str) -> list[CopiedFile]:
@@ -154,7 +155,7 @@ def _read_members(tar: tarfile.TarFile, folder: str) -> Iterator[CopiedFile]:
 
 
 def _is_kept(path: str) -> bool:
-    return bool(LOADER_FILES.fullmatch(path) or LIBRARY.fullmatch(path)) or path.rpartition("/")[0] in FOLDERS
+    return bool(LOADER_FILES.fullmatch(path) or LIBRARY.fullmatch(path)) or path.rpartition("/")[0] in PROGRAM_FOLDERS
 
 
 def _is_harmful(change: FileChange, original: Original, parents: set[str], folders: set[str]) -> bool:
@@ -162,7 +163,7 @@ def _is_harmful(change: FileChange, original: Original, parents: set[str], folde
     parent, _, name = path.rpartition("/")
     if path in original.programs or LIBRARY.fullmatch(path) or (original.is_musl and OF_MUSL.fullmatch(path)):
         return True
-    if parent in FOLDERS:
+    if parent in PROGRAM_FOLDERS:
         return kind != "added" or name in original.names
     if parent in original.path:
         return kind != "deleted" and name in original.names

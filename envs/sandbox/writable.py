@@ -7,15 +7,15 @@ import re
 from collections.abc import Sequence
 
 from offbeat.envs.sandbox.container import OWN_ENV, PROGRAMS, ContainerShell
-from offbeat.envs.sandbox.container_engine import SYSTEM_PATH, run_engine
+from offbeat.envs.sandbox.container_engine import PROGRAM_FOLDERS, SYSTEM_PATH, run_engine
 from offbeat.envs.sandbox.layer import (
-    FOLDERS,
     Original,
     check_files,
     check_layer,
+    kept_files,
     read_changes,
-    read_files,
-    read_unlisted_links,
+    read_copies,
+    unlisted_links,
 )
 from offbeat.envs.sandbox.run import IsolationError
 from offbeat.envs.sandbox.shell import ShellError, ShellLimits
@@ -27,7 +27,7 @@ for program in sh "$@"; do
 done
 found=$(PATH=$PATH:$path command -v bash) || {{ echo "it lacks bash, which its shell needs" >&2; exit 1; }}
 echo "program $found"; echo "program $(readlink -f "$found")"; echo "bash $found"
-for folder in {" ".join(FOLDERS)}; do for file in "$folder"/*; do echo "name ${{file##*/}}"; done; done
+for folder in {" ".join(PROGRAM_FOLDERS)}; do for file in "$folder"/*; do echo "name ${{file##*/}}"; done; done
 for file in /lib/ld-musl-*; do [ ! -e "$file" ] || echo "musl $file"; done
 """
 """Lists the image's commands, before the policy can change them."""
@@ -67,9 +67,10 @@ class WritableShell(ContainerShell):
         self._manage("stop", "--time", "0")
         changes = read_changes(self.image, self._name)
         check_layer(changes, self._original)
-        check_files(read_files(self.image, self._name), self._original)
+        copies = read_copies(self.image, self._name)
+        check_files(kept_files(copies), self._original)
         self._written = [path for kind, path in changes if kind != "deleted"]
-        self._unlisted = read_unlisted_links(self.image, self._name)
+        self._unlisted = unlisted_links(copies)
         self._manage("start")
 
     def unlink_to(self, folders: Sequence[str], targets: Sequence[str]) -> None:
@@ -96,8 +97,10 @@ class WritableShell(ContainerShell):
             kind: frozenset(value for each, _, value in rows if each == kind) for kind in ("program", "name", "musl")
         }
         (self.bash,) = (value for kind, _, value in rows if kind == "bash")
-        others = tuple(folder.rstrip("/") for folder in path.split(":") if folder.rstrip("/") not in ("", *FOLDERS))
-        files = read_files(self.image, self._name)
+        others = tuple(
+            folder.rstrip("/") for folder in path.split(":") if folder.rstrip("/") not in ("", *PROGRAM_FOLDERS)
+        )
+        files = kept_files(read_copies(self.image, self._name))
         return Original(found["program"], found["name"], others, bool(found["musl"]), files)
 
     def _manage(self, *command: str) -> None:

@@ -5,7 +5,6 @@ Versions travel as they do in a run: from a policy with adapters through the tra
 
 import asyncio
 import gc
-import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -114,7 +113,6 @@ class Served:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    environment = dict(os.environ)
     folder = write_policy(tmp_path_factory.mktemp("policy"))
     engine = await VllmEngine.start(CONFIG, folder, sequence_length=512, seed=1)
     served = Served(engine, folder)
@@ -128,8 +126,6 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         del engine
         await asyncio.sleep(0)
         gc.collect()  # vLLM's client wants to be gone before the interpreter is
-        os.environ.clear()
-        os.environ.update(environment)
 
 
 async def test_logprobs_of_a_served_adapter_are_those_of_the_trainer(served: Served) -> None:

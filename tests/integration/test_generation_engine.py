@@ -7,7 +7,6 @@ import asyncio
 import gc
 import json
 import logging
-import os
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -93,7 +92,6 @@ class Policies:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def policies(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Policies]:
-    environment = dict(os.environ)
     folder, files = write_policy(tmp_path_factory.mktemp("policy")), tmp_path_factory.mktemp("weights")
     engine = await VllmEngine.start(CONFIG, folder, sequence_length=512, seed=1)
     policies = Policies(engine, folder, files)
@@ -106,8 +104,6 @@ async def policies(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Po
         del engine
         await asyncio.sleep(0)
         gc.collect()  # vLLM's client wants to be gone before the interpreter is
-        os.environ.clear()
-        os.environ.update(environment)
 
 
 PROMPT = tuple(range(4, 28)) * 4

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -76,7 +75,6 @@ class Policies:
     ids=["text", "tied", "multimodal", "lfm2"],
 )
 async def policies(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Policies]:
-    environment = dict(os.environ)
     kind, changes = request.param
     folder = write_hybrid(tmp_path_factory.mktemp("policy"), kind, **changes)
     engine = await VllmEngine.start(CONFIG, folder, sequence_length=1024, seed=1)
@@ -90,8 +88,6 @@ async def policies(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
         del engine
         await asyncio.sleep(0)
         gc.collect()
-        os.environ.clear()
-        os.environ.update(environment)
 
 
 async def test_logprobs_after_an_update_are_those_of_the_new_weights(policies: Policies) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -78,7 +77,6 @@ class Policies:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def policies(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Policies]:
-    environment = dict(os.environ)
     folder = tmp_path_factory.mktemp("policy")
     write_vision_policy(folder, "qwen3_5", WORDS, max_position_embeddings=1024)
     engine = await VllmEngine.start(CONFIG, folder, sequence_length=1024, seed=1)
@@ -92,8 +90,6 @@ async def policies(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Po
         del engine
         await asyncio.sleep(0)
         gc.collect()
-        os.environ.clear()
-        os.environ.update(environment)
 
 
 def random_image(seed: int, rows: int, columns: int) -> bytes:

@@ -5,7 +5,6 @@ import base64
 import gc
 import itertools
 import json
-import os
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -70,7 +69,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(folder: Path) -> AsyncIterator[VllmEngine]:
-    environment = dict(os.environ)
     engine = await VllmEngine.start(CONFIG, folder, sequence_length=256, seed=1)
     try:
         yield engine
@@ -79,8 +77,6 @@ async def engine(folder: Path) -> AsyncIterator[VllmEngine]:
         del engine
         await asyncio.sleep(0)
         gc.collect()
-        os.environ.clear()
-        os.environ.update(environment)
 
 
 def random_image(seed: int, rows: int, columns: int) -> bytes:

@@ -8,7 +8,15 @@ import pytest
 
 from offbeat.envs.sandbox import layer
 from offbeat.envs.sandbox.container_engine import Image
-from offbeat.envs.sandbox.layer import FileChange, Original, check_files, check_layer, read_changes, read_files
+from offbeat.envs.sandbox.layer import (
+    FileChange,
+    Original,
+    check_files,
+    check_layer,
+    kept_files,
+    read_changes,
+    read_copies,
+)
 from offbeat.envs.sandbox.shell import ShellError
 
 IMAGE = Image(("podman",), "ubuntu:24.04", {}, ())
@@ -113,6 +121,10 @@ def test_a_list_that_can_not_be_read_is_an_error():
         read_changes(listing({}, code=125), "one")
     with pytest.raises(ShellError, match="diff: "):
         read_changes(IMAGE._replace(command=("sh", "-c", "echo { # ")), "one")
+
+
+def read_files(image: Image, name: str) -> dict[str, str]:
+    return kept_files(read_copies(image, name))
 
 
 def tar_of(folder: Path) -> Image:
