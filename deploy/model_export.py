@@ -23,13 +23,13 @@ from offbeat.deploy.config.checks.weight_files import weight_shapes
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.play.policy import policy_folder
 from offbeat.services.chat.append_only import load_chat_format
+from offbeat.services.generation.adapter_settings import ADAPTER_CONFIG
 from offbeat.services.generation.checkpoint_names import checkpoint_tensors
 from offbeat.trainer.models.export import copy_model_files, export_weights
 from offbeat.trainer.models.loading import policy_loader
 
 ADAPTER = "adapter"
 """Folder of a checkpoint."""
-ADAPTER_CONFIG = "adapter_config.json"
 OURS = ("learner.json", "manifest.json")
 """For no other program."""
 MIN_VLLM_RANK = 8

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
-PREFIX = "base_model.model."
-"""PEFT's prefix."""
+from offbeat.services.generation.adapter_settings import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
+
 FACTOR = re.compile(re.escape(PREFIX) + r"(?P<layer>.+)\.(?P<factor>lora_[AB])\.weight")
 OTHER_FORMS = (
     *("use_dora", "lora_bias", "use_qalora", "use_bdlora", "rank_pattern", "alpha_pattern", "layer_replication"),

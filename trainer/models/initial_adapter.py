@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from offbeat.services.generation.adapter_settings import ADAPTER_WEIGHTS, PREFIX
 from offbeat.trainer.config.actor_train import ModelArgs
-from offbeat.trainer.config.adapter_files import ADAPTER_WEIGHTS, AdapterFiles, read_adapter
-from offbeat.trainer.models.lora import ADAPTER, INITIAL, PREFIX, adapted_layers, inject_adapters
+from offbeat.trainer.config.adapter_files import AdapterFiles, read_adapter
+from offbeat.trainer.models.lora import ADAPTER, INITIAL, adapted_layers, inject_adapters
 
 
 def load_initial_adapter(model: nn.Module, args: ModelArgs, folder: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from offbeat.services.generation.adapter_settings import ADAPTER_WEIGHTS, PREFIX
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.models.multimodal import towers
 
@@ -24,8 +25,6 @@ BASE = ".base_layer."
 FACTORS = (".lora_A.", ".lora_B.")
 ROUTER = ".router."
 """Part of the paths of routers that are linear layers (Granite 3 MoE, AFMoE), for which vLLM takes no adapter."""
-PREFIX = "base_model.model."
-"""PEFT's prefix."""
 WeightForm = Literal["merged", "parts", "adapter"]
 """`merged`: adapters in their base; `parts`: base and adapters, these by PEFT's names; `adapter`: adapters alone."""
 
@@ -176,7 +175,7 @@ def save_adapter(folder: Path, factors: Mapping[str, Tensor], args: ModelArgs, b
     config.target_modules = layers  # not PEFT's set, whose order differs from process to process
     folder.mkdir()
     config.save_pretrained(str(folder))
-    save_file(dict(factors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(dict(factors), folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
 
 
 def _merged(name: str, layer: Any) -> ExportedWeight:

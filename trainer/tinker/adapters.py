@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.services.errors import CodecError
+from offbeat.services.generation.adapter_settings import PREFIX
 from offbeat.services.tinker.records import Lora
 from offbeat.trainer.config.actor_train import ModelArgs
-from offbeat.trainer.models.lora import PREFIX, adapted_layers, inject_adapters, linear_paths, save_adapter
+from offbeat.trainer.models.lora import adapted_layers, inject_adapters, linear_paths, save_adapter
 from offbeat.trainer.models.packing import Packing
 from offbeat.trainer.models.policy import PackedPolicy, packed_kwargs
 

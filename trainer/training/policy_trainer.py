@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from offbeat.services.chat.append_only import load_chat_format
+from offbeat.services.generation.adapter_settings import PREFIX
 from offbeat.services.generation.checkpoint_names import checkpoint_tensors
 from offbeat.services.messages.types import Group
 from offbeat.trainer.config.actor_train import ModelArgs
@@ -31,7 +32,7 @@ from offbeat.trainer.engines.process_group import READY, Ranks, barrier, broadca
 from offbeat.trainer.engines.state_files import load_tensors
 from offbeat.trainer.models.export import copy_model_files, export_weights
 from offbeat.trainer.models.loading import load_policy, load_reward_model
-from offbeat.trainer.models.lora import PREFIX, save_adapter
+from offbeat.trainer.models.lora import save_adapter
 from offbeat.trainer.models.policy import PackedCritic, PackedPolicy
 from offbeat.trainer.models.reward_model import PackedRewardModel
 from offbeat.trainer.models.tokenizer_check import check_same_tokens

@@ -9,9 +9,10 @@ from pathlib import Path
 from offbeat.deploy.config.checks.weight_files import weight_shapes
 from offbeat.deploy.config.defaults import scale_keys
 from offbeat.deploy.config.run import RunConfig
+from offbeat.services.generation.adapter_settings import ADAPTER_CONFIG
 from offbeat.services.generation.kv_cache import text_config
 from offbeat.services.generation.tenancy import read_architecture
-from offbeat.trainer.config.adapter_files import ADAPTER_CONFIG, AdapterError, AdapterFiles, read_adapter
+from offbeat.trainer.config.adapter_files import AdapterError, AdapterFiles, read_adapter
 from offbeat.trainer.config.issue import ConfigIssue
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from offbeat.services.errors import GenerationError, WeightsError
-from offbeat.services.generation.adapter_settings import read_scaling
+from offbeat.services.generation.adapter_settings import ADAPTER_WEIGHTS, PREFIX, read_scaling
 from offbeat.services.generation.engine import PromptScores
 from offbeat.services.generation.hf.attention import ROW_ATTENTION, KvCache
 from offbeat.services.generation.hf.layout import Chunk, StepLayout
@@ -24,9 +24,7 @@ from offbeat.services.generation.hf.sampler import find_top
 from offbeat.services.generation.kv_cache import bytes_per_token, text_config
 from offbeat.services.generation.tensor_file import TensorFile
 
-ADAPTER, BASE = "adapter_model.safetensors", "model.safetensors"
-"""PEFT's file names."""
-PREFIX = "base_model.model."
+BASE = "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +178,7 @@ class PolicyModel:
         """Read a PEFT adapter; raises WeightsError if it does not fit the model."""
         scaling = read_scaling(folder)
         modules = dict(self._model.named_modules())
-        with TensorFile(folder / ADAPTER) as file:
+        with TensorFile(folder / ADAPTER_WEIGHTS) as file:
             tensors = {name.removeprefix(PREFIX): tensor.to(self.dtype, copy=True) for name, tensor in file.items()}
         paths = sorted({name.rsplit(".", 2)[0] for name in tensors})
         if other := [path for path in paths if not isinstance(modules.get(path), nn.Linear)]:

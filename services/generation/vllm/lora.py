@@ -14,14 +14,12 @@ import torch
 from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA, LoRAMapping, VocabParallelEmbeddingWithLoRA
 from vllm.lora.request import LoRARequest
 
-from offbeat.services.generation.adapter_settings import read_scaling
+from offbeat.services.generation.adapter_settings import ADAPTER_WEIGHTS, PREFIX, read_scaling
 from offbeat.services.generation.tensor_file import TensorFile
 from offbeat.services.generation.vllm.loading import TOLERANCE, LoadError, fused_names, renamer
 
 NAME, NUMBER = "policy", 1
-ADAPTER, BASE = "adapter_model.safetensors", "model.safetensors"
-"""PEFT's file names."""
-PREFIX = "base_model.model."
+BASE = "model.safetensors"
 VOCABULARY = (VocabParallelEmbeddingWithLoRA, LogitsProcessorWithLoRA)
 
 
@@ -103,7 +101,7 @@ def take_adapter(runner: Any, folder: Path, name: str = NAME, number: int = NUMB
     try:
         workers.add_adapter(LoRARequest(name, number, str(folder), load_inplace=True))
         slot = manager.lora_index_to_id.index(number)
-        with TensorFile(folder / ADAPTER) as file:
+        with TensorFile(folder / ADAPTER_WEIGHTS) as file:
             _compare(manager.modules, slot, runner.get_model(), file, read_scaling(folder))
     except Exception:
         if manager.get_adapter(number) is not earlier:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from offbeat.services.errors import StoreUnavailableError, WeightsError
+from offbeat.services.generation.adapter_settings import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
 from offbeat.services.messages.types import BaseVersion, Manifest
 from offbeat.services.weights.transports.base import (
     ADAPTER,
@@ -28,10 +29,8 @@ from offbeat.services.weights.transports.base import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-PREFIX = "base_model.model."
-SETTINGS = "adapter_config.json"
-FILES = ("adapter_model.safetensors", "model.safetensors")
-"""PEFT's names of an adapter and its base."""
+FILES = (ADAPTER_WEIGHTS, "model.safetensors")
+"""Of an adapter and its base."""
 BASE_DIGEST = "base_digest.txt"
 """Digest of the base's file, delivered with each adapter."""
 
@@ -69,7 +68,7 @@ class AdapterTransport:
             self._base = BaseVersion(stored.location, stored.digest, stored.num_bytes)
         if self._base is None or not adapter:
             raise WeightsError(f"version {version} has no adapter, or no base: publish both")
-        settings = {SETTINGS: json.dumps(self._settings)}
+        settings = {ADAPTER_CONFIG: json.dumps(self._settings)}
         stored = self._inner.store(version, epoch, ADAPTER, lambda path: write_safetensors(path, adapter, settings))
         return replace(stored, anchor=self._base)
 
@@ -86,7 +85,7 @@ class AdapterTransport:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="offbeat-adapter-")))
             for path, name in zip(found, FILES, strict=False):
                 (folder / name).symlink_to(path)
-            (folder / SETTINGS).write_text(_settings_of(found[0]))
+            (folder / ADAPTER_CONFIG).write_text(_settings_of(found[0]))
             (folder / BASE_DIGEST).write_text(base.digest)
             yield folder
         self._held = base.digest
@@ -118,4 +117,4 @@ def _settings_of(path: Path) -> str:
     from safetensors import safe_open
 
     with safe_open(path, framework="numpy") as file:
-        return file.metadata()[SETTINGS]
+        return file.metadata()[ADAPTER_CONFIG]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from offbeat.services.generation.adapter_settings import PREFIX
 from offbeat.trainer.config.actor_train import ModelArgs, StrategyArgs, TrainingArgs
 from offbeat.trainer.engines.base import TrainEngine
 from offbeat.trainer.engines.deepspeed import DeepSpeedEngine
@@ -14,7 +15,7 @@ from offbeat.trainer.engines.fsdp2 import FSDP2Engine
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
 from offbeat.trainer.models.export import copy_model_files, export_weights
 from offbeat.trainer.models.loading import load_critic, load_policy
-from offbeat.trainer.models.lora import PREFIX, named_weights
+from offbeat.trainer.models.lora import named_weights
 from offbeat.trainer.models.policy import PackedPolicy, Sampled
 from tests.families import pack, write_family
 
