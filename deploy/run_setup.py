@@ -122,6 +122,7 @@ def worker_settings(
         generating_args=config.actor_infer.generating_args,
         generation_app=generation_app(config) if config.uses_engine else "",
         names_run=shares_engines(config),
+        returns_routing=config.actor_infer.returns_routing,
         pipeline=config.pipeline,
         data=config.data,
         rewards=config.scoring,

@@ -168,7 +168,7 @@ class _Host:
         if self._policy.kind == "client":
             return ScriptedGeneration(ScriptedPolicy(self._chat, seed=0), self._policy.delay_s), None
         if self._policy.kind == "service":
-            return ServeGenerationClient(settings.generation_app), None
+            return ServeGenerationClient(settings.generation_app, returns_routing=settings.returns_routing), None
         if self._policy.kind == "vllm":  # the next run has other weights of the same versions
             engine = engine.salted(secrets.token_hex(4))
         subscriber = RedisWeightSubscriber(redis, settings.run_id, WeightsConfig(), settings.output_dir)

@@ -97,6 +97,8 @@ def find_mismatches(config: RunConfig, architecture: Mapping[str, JsonValue], of
         yield f"its max_lora_rank is {offered_rank}, the run's is {requested_rank}: {advice}"
     if config.actor_infer.returns_routing and not offer.config.returns_routing:
         yield f"its engines return no experts, which router_replay needs (strategy_config.{ROUTED_EXPERTS})"
+    if offer.config.returns_routing and not config.actor_infer.returns_routing:
+        yield f"its engines return experts (strategy_config.{ROUTED_EXPERTS}), which runs with router_replay alone read"
     if config.actor_infer.on_weight_update != offer.config.on_weight_update:
         yield f"its on_weight_update is {offer.config.on_weight_update}"
 

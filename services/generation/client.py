@@ -25,7 +25,7 @@ MAX_MESSAGE_BYTES = 2 << 20
 BYTES_PER_TOKEN = 16
 """Of an encoded completion: id, logprob, and spans of versions; a span per token takes half as much again."""
 COMPLETION_BYTES = 128
-"""Of an encoded completion without tokens and texts."""
+"""Of an encoded completion without tokens, experts and texts."""
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 """Variables under which gRPC would send calls through a proxy; Ray's own calls ignore them."""
 
@@ -81,9 +81,11 @@ class ServeGenerationClient:
     Calls wait for the deployment. Raises `RayServeException` if Serve is not running.
     """
 
-    def __init__(self, app: str, clock: AwakeClock | None = None, run_id: str = "") -> None:
+    def __init__(
+        self, app: str, clock: AwakeClock | None = None, run_id: str = "", *, returns_routing: bool = False
+    ) -> None:
         """clock: stands still while requests wait because all replicas sleep. run_id: names the run to an application
-        that may serve others, too.
+        that may serve others, too. returns_routing: whether completions have experts, whose size only replicas know.
         """
         self._run = {"run": run_id} if run_id else {}
         # Serve's own is shared by the process, and routed in the loop of whoever uses it first
@@ -91,7 +93,7 @@ class ServeGenerationClient:
         self._generate: dict[tuple[bool, str], Any] = {}
         """By whether arguments travel as Ray's objects, and by the preferred replica."""
         self._calls = ResumedCalls(self._call, clock or AwakeClock())
-        self._has_proxy = any(os.environ.get(name) for name in PROXIES)
+        self._avoids_grpc = returns_routing or any(os.environ.get(name) for name in PROXIES)
         self._assignments = ReplicaAssignments()
 
     def route(self, requests: Sequence[GenerateRequest]) -> Sequence[ReplicaRoute]:
@@ -109,7 +111,7 @@ class ServeGenerationClient:
 
     def _call(self, requests: Sequence[GenerateRequest], asleep: Sequence[str], replica_id: str) -> "_ServeCall":
         blob = encode_requests(requests)
-        by_reference = self._has_proxy or not fits_message(requests, len(blob))
+        by_reference = self._avoids_grpc or not fits_message(requests, len(blob))
         handle = self._generate.get((by_reference, replica_id))
         if handle is None:
             handle = self._generate[by_reference, replica_id] = self._routed().options(
@@ -138,7 +140,8 @@ def split_messages(completions: Sequence[Completion]) -> Iterator[list[Completio
     part, size = list[Completion](), 0
     for completion in completions:
         texts = len(completion.request_id) + len(completion.error)
-        more = BYTES_PER_TOKEN * len(completion.token_ids) + texts + COMPLETION_BYTES
+        experts = 0 if completion.routing is None else completion.routing.nbytes
+        more = BYTES_PER_TOKEN * len(completion.token_ids) + experts + texts + COMPLETION_BYTES
         if part and size + more > MAX_MESSAGE_BYTES:
             yield part
             part, size = [], 0
@@ -149,7 +152,8 @@ def split_messages(completions: Sequence[Completion]) -> Iterator[list[Completio
 
 
 def fits_message(requests: Sequence[GenerateRequest], size: int) -> bool:
-    """Return whether a call of `size` bytes and each of its completions may travel by gRPC, and not as Ray's objects."""
+    """Return whether a call of `size` bytes and each of its completions, without experts, may travel by gRPC, and not as
+    Ray's objects."""
     answer = BYTES_PER_TOKEN * max((each.sampling.max_new_tokens for each in requests), default=0)
     return max(size, answer) <= MAX_MESSAGE_BYTES
 

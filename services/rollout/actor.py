@@ -163,7 +163,13 @@ class EnvWorkerActor:
         while True:
             try:
                 run_id = self._settings.run_id if self._settings.names_run else ""
-                return await asyncio.to_thread(ServeGenerationClient, self._settings.generation_app, clock, run_id)
+                return await asyncio.to_thread(
+                    ServeGenerationClient,
+                    self._settings.generation_app,
+                    clock,
+                    run_id,
+                    returns_routing=self._settings.returns_routing,
+                )
             except (RayError, RayServeException, KeyError) as error:  # KeyError: Serve runs, the application does not
                 logger.info("generation is unavailable: %s; retrying", error)
                 await asyncio.sleep(POLL_INTERVAL_S)

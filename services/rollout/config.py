@@ -302,6 +302,8 @@ class WorkerSettings(Config):
     """Serve application; empty: nothing is sampled."""
     names_run: bool = False
     """Whether calls name the run, as the application may serve others, too."""
+    returns_routing: bool = False
+    """Whether engines return the experts of each token."""
     pipeline: Pipeline = "agentic"
     data: DataConfig | None = None
     """Dataset whose rows are the training groups, or their prompts (`rlvr`); None: tasks of envs."""

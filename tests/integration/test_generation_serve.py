@@ -6,7 +6,7 @@ One Ray, one application; the tests run in order and continue from the version t
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -289,6 +289,37 @@ async def test_what_does_not_fit_a_message_travels_as_an_object(mesh: Mesh, clie
     (completion,) = await generate(client, request)
     assert len(completion.token_ids) == 12, "the context's end"
     assert mesh.mismatch(request, completion).max() < FLOAT_NOISE
+
+
+@serve.deployment(name=DEPLOYMENT, ray_actor_options={"num_cpus": 0})
+class ExpertsOfManyTokens:
+    """Replica of a mixture: each token of prompt and answer has 384 bytes of experts, as Qwen3-30B-A3B's."""
+
+    async def generate(self, blob: bytes, asleep: Sequence[str] = ()) -> AsyncIterator[bytes]:
+        import numpy as np
+
+        from offbeat.services.messages.codec import decode_requests, encode_completions
+        from offbeat.services.messages.types import Completion, VersionSpan
+
+        del asleep
+        for request in decode_requests(blob):
+            routing = np.zeros((len(request.prompt), 48, 8), dtype=np.uint8)
+            yield encode_completions(
+                [Completion(request.request_id, (1,), (-1.0,), (VersionSpan(0, 1, 0),), routing=routing)]
+            )
+
+
+async def test_experts_that_do_not_fit_a_message_travel_as_an_object(mesh: Mesh) -> None:
+    """A prompt's alone are over Serve's limit of 4 MiB, which failed the call again at each retry."""
+    name = f"experts-{RUN}"
+    serve.run(ExpertsOfManyTokens.bind(), name=name, route_prefix=None)
+    try:
+        request = mesh.request(length=12_000)
+        (completion,) = await generate(ServeGenerationClient(name, returns_routing=True), request)
+        assert completion.routing is not None
+        assert completion.routing.shape == (12_000, 48, 8)
+    finally:
+        serve.delete(name)
 
 
 async def test_a_proxy_for_grpc_takes_no_calls(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:

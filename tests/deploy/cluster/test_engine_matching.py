@@ -152,6 +152,13 @@ def test_unsuitable_application_is_rejected_with_the_reason(override: str, reaso
     assert reason in messages(run_config("actor_infer.app=a", override), {"a": offer(run_config())})
 
 
+def test_an_application_with_experts_takes_no_run_that_does_not_read_them():
+    with_experts = run_config("router_replay=true").actor_infer
+    offers = {"a": offer(run_config(), config=with_experts)}
+    assert "runs with router_replay alone read" in messages(run_config("actor_infer.app=a"), offers)
+    assert choose(run_config("actor_infer.app=a", "router_replay=true"), offers) == "a"
+
+
 def adapter_run(*overrides: str) -> RunConfig:
     return run_config("+actor_train.model_args.lora_target=all-linear", "actor_infer.max_lora_rank=8", *overrides)
 

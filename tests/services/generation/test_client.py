@@ -1,5 +1,8 @@
 """Calls of replicas: what fits a message of gRPC, and which errors can be retried."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from grpc import StatusCode
 from grpc.aio import AioRpcError, Metadata
@@ -25,6 +28,14 @@ def test_completions_are_split_into_messages_that_serve_carries(count: int, leng
     assert [each for part in parts for each in part] == completions
     assert max(len(encode_completions(part)) for part in parts) < RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH * 0.9
     assert len(parts) < 2 + 2 * len(encode_completions(completions)) / MAX_MESSAGE_BYTES
+
+
+def test_experts_count_in_the_size_of_a_message() -> None:
+    experts = np.zeros((500, 48, 8), dtype=np.uint8)
+    completions = [replace(completion(number, 1), routing=experts) for number in range(64)]
+    parts = list(split_messages(completions))
+    assert sum(map(len, parts)) == 64
+    assert max(len(encode_completions(part)) for part in parts) <= MAX_MESSAGE_BYTES
 
 
 def test_a_call_fits_a_message_by_its_size_and_by_that_of_its_longest_answer() -> None:
