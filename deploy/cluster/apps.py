@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field, JsonValue, ValidationError
 from ray.serve import Application
 
 from offbeat.deploy.components.placement import list_nodes
+from offbeat.deploy.config.checks.experts import check_returned_experts
 from offbeat.deploy.config.checks.hf_infer import check_hf_infer
 from offbeat.deploy.config.checks.lora import check_shared_engine
 from offbeat.deploy.config.checks.sglang import check_sglang
@@ -127,7 +128,8 @@ def generation(args: dict[str, Any]) -> Application:
     arguments = parse_arguments(ModelArguments, args)
     folder = arguments.folder.resolve()
     config = choose_devices(_load_run_config(arguments), _count_gpus()).model_copy(update={"output_dir": folder})
-    if issues := [*check_hf_infer(config), *check_sglang(config), *check_shared_engine(config)]:
+    checks = (check_hf_infer, check_sglang, check_shared_engine, check_returned_experts)
+    if issues := [issue for check in checks for issue in check(config)]:
         raise ConfigError(issues)
     plan = _plan_engines(config)
     prepare_folder(config)

@@ -20,6 +20,12 @@ def check_experts(config: RunConfig) -> Iterator[ConfigIssue]:
     yield from _check_router_replay(config)
 
 
+def check_returned_experts(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield what keeps an engine of the deploy file from returning experts, if it is to."""
+    if config.actor_infer.returns_routing:
+        yield from _check_engine(config)
+
+
 def _check_adapters(config: RunConfig) -> Iterator[ConfigIssue]:
     """Yield adapters of a mixture of experts that vLLM would serve on a CPU."""
     infer = config.actor_infer
@@ -64,6 +70,11 @@ def _check_engine(config: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue(
             f"{ENGINE}.enable_prefix_caching",
             f"vLLM returns experts with prefix caching alone, which {KEY} needs: set it true",
+        )
+    if infer.engine.max_loras > 1:
+        yield ConfigIssue(
+            f"{ENGINE}.max_loras",
+            f"an engine of several runs returns no experts, which {KEY} needs: leave max_loras out",
         )
     if infer.engine.pipeline_parallel_size > 1:
         yield ConfigIssue(

@@ -169,6 +169,14 @@ def test_shared_engine_that_names_no_device_takes_the_gpus_of_its_machine(monkey
     assert on_cpu.config.device == "cpu"
 
 
+def test_an_engine_of_several_runs_is_not_asked_for_experts():
+    """It returned none, so that the learner trained without them."""
+    strategy = {"strategy_config": {"enable_return_routed_experts": True, "max_loras": 2, "max_lora_rank": 8}}
+    args = {"redis_url": URL, "folder": "g", "run": "quickstart.yaml"}
+    with pytest.raises(ConfigError, match="max_loras: an engine of several runs returns no experts"):
+        apps.generation({**args, "config": {"actor_infer": {"strategy_args": strategy}}})
+
+
 def test_tokens_have_rights_of_their_own(tmp_path: Path):
     (tmp_path / "student").write_text("learn\n")
     rights = {"allow_modules": ["offbeat.*"], "output_roots": ["students", "s3://bucket/students"]}

@@ -60,6 +60,11 @@ def test_what_it_does_not_support_is_refused(override: str, path: str, says: str
     assert says in problems(mixture, override, *split)[path]
 
 
+def test_engines_of_several_runs_are_refused(mixture: Path) -> None:
+    found = problems(mixture, f"+{ENGINE}.max_loras=2", f"+{ENGINE}.max_lora_rank=8")
+    assert "returns no experts, which router_replay needs" in found[f"{ENGINE}.max_loras"]
+
+
 def test_dense_models_and_untested_families_are_refused(tmp_path: Path) -> None:
     assert "has no experts" in problems("tiny")[REPLAY]
     write_family(tmp_path, "deepseek_v2")
