@@ -71,22 +71,23 @@ monitoring: $(STAMP) ## download Prometheus, with which the tests check the aler
 PODMAN := $(CURDIR)/$(VENV)/podman
 # Without root, images and containers have files of other user ids, which only podman's user namespace can remove.
 REMOVE_IMAGES := test "$$(id -u)" = 0 || test ! -x $(PODMAN)/podman || $(PODMAN)/podman unshare rm -rf $(PODMAN)/home/.local
-podman: $(STAMP) ## download podman, with which the tests run containers (as root, on Debian)
+podman: $(STAMP) ## download podman and slirp4netns, with which the tests run containers (as root, on Debian)
 	@test "$$(id -u)" = 0 || command -v newuidmap >/dev/null || { \
 		echo "podman without root needs newuidmap: as root, apt-get install uidmap (docs/deployment.md, What was tested where)" >&2; exit 1; }
 	@$(REMOVE_IMAGES)
 	@rm -rf $(PODMAN) && mkdir -p $(PODMAN)/packages $(PODMAN)/home/.config/containers
 	@cd $(PODMAN)/packages && apt-get download --quiet podman conmon runc golang-github-containers-common libyajl2 \
-		libsubid4 libgpgme11 libassuan0 && for name in *.deb; do dpkg-deb --extract "$$name" ..; done && rm -r $(PODMAN)/packages
+		libsubid4 libgpgme11 libassuan0 slirp4netns libslirp0 nftables libnftables1 libnftnl11 libxtables12 libjansson4 libmnl0 libedit2 \
+		libbsd0 && for name in *.deb; do dpkg-deb --extract "$$name" ..; done && rm -r $(PODMAN)/packages
 	@cp $(PODMAN)/etc/containers/policy.json $(PODMAN)/home/.config/containers
 	@printf '%s\n' '[engine]' 'cgroup_manager = "cgroupfs"' 'events_logger = "file"' 'runtime = "runc"' \
 		'conmon_path = ["$(PODMAN)/usr/bin/conmon"]' '[engine.runtimes]' 'runc = ["$(PODMAN)/usr/sbin/runc"]' '[containers]' \
 		'seccomp_profile = "$(PODMAN)/usr/share/containers/seccomp.json"' > $(PODMAN)/containers.conf
 	@printf '%s\n' '[storage]' 'driver = "vfs"' 'runroot = "$(PODMAN)/run"' 'graphroot = "$(PODMAN)/storage"' > $(PODMAN)/storage.conf
-	@printf '%s\n' '#!/bin/sh' 'export HOME=$(PODMAN)/home CONTAINERS_CONF=$(PODMAN)/containers.conf' \
+	@for program in bin/podman bin/slirp4netns sbin/nft; do name=$(PODMAN)/$${program#*/}; \
+		printf '%s\n' '#!/bin/sh' 'export HOME=$(PODMAN)/home CONTAINERS_CONF=$(PODMAN)/containers.conf' \
 		'export CONTAINERS_STORAGE_CONF=$(PODMAN)/storage.conf' 'export LD_LIBRARY_PATH=$(PODMAN)/usr/lib/'"$$(gcc -dumpmachine)" \
-		'exec $(PODMAN)/usr/bin/podman "$$@"' > $(PODMAN)/podman
-	@chmod +x $(PODMAN)/podman
+		"exec $(PODMAN)/usr/$$program"' "$$@"' > $$name && chmod +x $$name; done
 	@$(PODMAN)/podman info >/dev/null
 
 train: $(STAMP) ## train an agent on this machine: make train ARGS="seed=2"

@@ -87,6 +87,12 @@ def list_tasks(
             show_default=False,
         ),
     ] = None,
+    network: Annotated[
+        str,
+        typer.Option(
+            help="With `--image`: the internet for the `verifier`, or as the `task` says, for its solution, too; or `none`."
+        ),
+    ] = "none",
     build: Annotated[
         bool, typer.Option("--build", help="With `--image task`: first pull or build the tasks' images.")
     ] = False,
@@ -98,23 +104,27 @@ def list_tasks(
     from offbeat.envs.harbor.task import find_tasks
     from offbeat.envs.harbor.task_set import OWN_TASKS
     from offbeat.envs.sandbox.backend import check_sandbox
+    from offbeat.envs.sandbox.network import check_programs
     from offbeat.envs.sandbox.shell import TASK_IMAGE, ShellLimits
 
     try:
         if build and image != TASK_IMAGE:
             raise ValueError(f"--build has no effect without --image {TASK_IMAGE}")
+        limits = ShellLimits.model_validate({"image": image, "network": network})
+        if network != "none":
+            check_programs()
         if image not in (None, TASK_IMAGE):
-            check_sandbox(ShellLimits(image=image))
+            check_sandbox(limits)
         tasks = find_tasks(folder or OWN_TASKS)
-    except ValidationError:
-        typer.echo(f"--image {image!r}: expected the name of an image, such as ubuntu:24.04", err=True)
+    except ValidationError as error:
+        typer.echo(_explain_limits(error, image, network), err=True)
         raise typer.Exit(EXIT_USAGE) from None
     except ValueError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(EXIT_USAGE) from None
     num_bad = 0
     for task in tasks:
-        ok, text = describe_task(task, solve=solve, image=image, build=build)
+        ok, text = describe_task(task, solve=solve, limits=limits, build=build)
         num_bad += not ok
         typer.secho(f"{task.name}: {text}", fg=None if ok else typer.colors.YELLOW)
     typer.echo(f"{len(tasks) - num_bad} of {len(tasks)} tasks {'hold' if solve else 'run here'}")
@@ -173,6 +183,15 @@ def parse_settings(settings: list[str] | None) -> dict[str, Any]:
             typer.echo(f"{key}: {value!r} is no YAML: {' '.join(str(error).split())}", err=True)
             raise typer.Exit(EXIT_USAGE) from None
     return parsed
+
+
+def _explain_limits(error: Any, image: str | None, network: str) -> str:
+    [key, *_] = [str(part) for each in error.errors() for part in each["loc"]] or ["--network"]
+    if key == "image":
+        return f"--image {image!r}: expected the name of an image, such as ubuntu:24.04"
+    if key == "network":
+        return f"--network {network!r}: expected none, verifier or task"
+    return f"--network {network}: needs --image, as the kernel sandbox has no network"
 
 
 def _ms(seconds: float) -> str:

@@ -314,6 +314,8 @@ def _env_programs(key: str, env_type: str, env_config: Mapping[str, Any]) -> Ite
 def _trial_programs(key: str, env_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if "image" in _table(env_config, "sandbox"):
         yield f"{key}.sandbox.image", "a container's image"
+    if "network" in _table(env_config, "sandbox"):
+        yield f"{key}.sandbox.network", "a network of containers"
     if env_config.get("environment"):
         yield f"{key}.environment", "an environment of Harbor's, which can name code,"
     agent = _table(env_config, "agent")

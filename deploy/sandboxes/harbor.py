@@ -31,6 +31,10 @@ class SandboxEnvironment(base.BaseEnvironment):
     def __init__(self, *args: Any, limits: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """limits: of `ShellLimits`."""
         self._limits = ShellLimits.model_validate({"max_output_chars": MAX_OUTPUT_CHARS, **(limits or {})})
+        if self._limits.network != "none":
+            raise ValueError(
+                "limits.network: Harbor's environment has no network; tasks of `env_type: harbor` can have one"
+            )
         self._machine: TaskMachine | None = None
         super().__init__(*args, **kwargs)
 

@@ -50,6 +50,8 @@ class SandboxDeployment(AbstractDeployment):
         """folders: writable ones."""
         self.logger = logger or logging.getLogger(__name__)
         self._limits, self._folders = limits or ShellLimits(max_output_chars=MAX_OUTPUT_CHARS), folders
+        if self._limits.network != "none":
+            raise ValueError("limits.network: this deployment has no network; tasks of `env_type: harbor` can have one")
         self._runtime: SandboxRuntime | None = None
         self._hooks = hooks.CombinedDeploymentHook()
 

@@ -64,6 +64,12 @@ class HarborConfig(Config):
             raise ValueError(f"{', '.join(named)} has no effect without played_by: agent")
         return self
 
+    @model_validator(mode="after")
+    def _network_has_an_effect(self) -> "HarborConfig":
+        if self.sandbox.network != "none" and self.played_by == "agent":
+            raise ValueError("sandbox.network has no effect with played_by: agent, whose trials are Harbor's")
+        return self
+
     @field_validator("action_pattern")
     @classmethod
     def _pattern_compiles(cls, pattern: str) -> str:

@@ -4,6 +4,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from functools import lru_cache
+from pathlib import Path
 
 from offbeat.envs.harbor.dockerfile import NETWORK, read_dockerfile
 from offbeat.envs.harbor.images import task_image
@@ -15,19 +16,21 @@ PROGRAMS = re.compile(
     r"(?:^|[\s;&|(`])(pytest|node|gcc|g\+\+|clang|make|cmake|java|javac|go|rustc|ruby|php|git|sqlite3|psql|jq|tmux)\s"
 )
 """Programs that a verifier may call and a machine may lack."""
+INSTALLERS = ("apt-get", "apt", "apk", "yum", "dnf")
+"""Of packages of the system, in the image's own folders."""
 
 
 @lru_cache(maxsize=4096)
-def find_obstacles(task: HarborTask, *, image: str | None = None) -> tuple[str, ...]:
+def find_obstacles(task: HarborTask, *, image: str | None = None, has_network: bool = False) -> tuple[str, ...]:
     """Return why a task can't run in a shell of the sandbox; empty if it can.
 
     image: of a container, so that this machine's programs do not matter; `task`: the task's own, where its Dockerfile was
-    carried out.
+    carried out. has_network: whether verifiers have one where `task.toml` allows it.
     """
     found = [*_of_images(task, image), *_of_environment(task)]
     if image != TASK_IMAGE:
         found += [f"its Dockerfile: {obstacle}" for obstacle in read_dockerfile(task.dockerfile).obstacles]
-    found += [*_of_network(task.file), *_of_verifiers(task, in_container=image is not None)]
+    found += [*_of_network(task.file), *_of_verifiers(task, image, has_network=has_network)]
     return tuple(dict.fromkeys(found))
 
 
@@ -75,10 +78,10 @@ def _of_section(section: EnvironmentSection) -> Iterator[str]:
 def _of_network(file: TaskFile) -> Iterator[str]:
     steps = [section for step in file.steps or () for section in (step.agent, step.verifier)]
     if any(section.network_mode == "allowlist" for section in (file.environment, file.agent, file.verifier, *steps)):
-        yield "network_mode allowlist: a shell has no network"
+        yield "network_mode allowlist: a shell's network can't be limited to hosts"
 
 
-def _of_verifiers(task: HarborTask, *, in_container: bool) -> Iterator[str]:
+def _of_verifiers(task: HarborTask, image: str | None, *, has_network: bool) -> Iterator[str]:
     sections = [task.file.verifier, *(step.verifier for step in task.file.steps or ())]
     if any(section.mode == "separate" for section in sections):
         yield "a verifier in an environment of its own"
@@ -88,14 +91,33 @@ def _of_verifiers(task: HarborTask, *, in_container: bool) -> Iterator[str]:
         yield "a healthcheck, so a service"
     for step in task.steps:
         yield from _templates("verifier.env", step.verifier_env)
-        yield from _of_scripts(step, in_container=in_container)
+        yield from _of_downloads(step, image, is_last=step is task.steps[-1], has_network=has_network)
+        yield from _of_scripts(step, in_container=image is not None)
+
+
+def _of_downloads(step: TaskStep, image: str | None, *, is_last: bool, has_network: bool) -> Iterator[str]:
+    for path, text in _scripts(step):
+        names = list(dict.fromkeys(NETWORK.findall(text)))
+        for name in names if has_network else names[:1]:
+            call = f"its verifier calls {name} (tests/{path.name})"
+            if not has_network:
+                yield f"{call}: needs the network (sandbox: {{image: task, network: verifier}})"
+            elif step.verifier_network != "public":
+                yield f"{call}: needs the network, which task.toml rules out"
+            elif name in INSTALLERS and image != TASK_IMAGE:
+                yield f"{call}: needs an image that it can change (image: task)"
+            elif name in INSTALLERS and not is_last:
+                yield f"{call}: before another step, where its packages count as changed programs"
+
+
+def _scripts(step: TaskStep) -> Iterator[tuple[Path, str]]:
+    """Yield a verifier's scripts, without comments."""
+    for path in (script for tests in step.tests for script in sorted(tests.glob("*.sh"))):
+        yield path, "\n".join(line for line in path.read_text().splitlines() if not line.lstrip().startswith("#"))
 
 
 def _of_scripts(step: TaskStep, *, in_container: bool) -> Iterator[str]:
-    for path in (script for tests in step.tests for script in sorted(tests.glob("*.sh"))):
-        text = "\n".join(line for line in path.read_text().splitlines() if not line.lstrip().startswith("#"))
-        if match := NETWORK.search(text):
-            yield f"its verifier calls {match[1]} (tests/{path.name}): needs the network"
+    for path, text in _scripts(step):
         for program in () if in_container else sorted(set(PROGRAMS.findall(text))):
             if shutil.which(program, path=command_env()["PATH"]) is None:
                 yield f"its verifier calls {program} (tests/{path.name}), which is not installed here"

@@ -24,11 +24,16 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
+NetworkMode = Literal["no-network", "public", "allowlist"]
+
+
 class NetworkSection(Section):
-    network_mode: Literal["no-network", "public", "allowlist"] | None = None
+    network_mode: NetworkMode | None = None
 
 
 class EnvironmentSection(NetworkSection):
+    allow_internet: bool | None = None
+    """Of older tasks, in place of `network_mode`."""
     docker_image: str | None = None
     os: str = "linux"
     gpus: int | None = None
@@ -37,6 +42,11 @@ class EnvironmentSection(NetworkSection):
     env: dict[str, str] = Field(default_factory=dict[str, str])
     healthcheck: dict[str, Any] | None = None
     workdir: str | None = None
+
+    @property
+    def default_network(self) -> NetworkMode:
+        """Return the mode of phases without one of their own."""
+        return self.network_mode or ("no-network" if self.allow_internet is False else "public")
 
 
 class AgentSection(NetworkSection):
@@ -100,6 +110,8 @@ class TaskStep:
     verifier_timeout_s: float
     verifier_env: dict[str, str]
     min_reward: dict[str, float]
+    agent_network: NetworkMode
+    verifier_network: NetworkMode
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,10 +200,13 @@ def _single_step(folder: Path, file: TaskFile) -> TaskStep:
         verifier_timeout_s=file.verifier.timeout_sec,
         verifier_env=file.verifier.env,
         min_reward={},
+        agent_network=file.agent.network_mode or file.environment.default_network,
+        verifier_network=file.verifier.network_mode or file.environment.default_network,
     )
 
 
 def _multi_steps(folder: Path, file: TaskFile) -> Iterator[TaskStep]:
+    default = file.environment.default_network
     for section in file.steps or ():
         step = folder / "steps" / section.name
         _check_inside(folder, *(f"steps/{section.name}/{name}" for name in ("instruction.md", *STEP_FOLDERS)))
@@ -206,6 +221,8 @@ def _multi_steps(folder: Path, file: TaskFile) -> Iterator[TaskStep]:
             verifier_timeout_s=section.verifier.timeout_sec,
             verifier_env={**file.verifier.env, **section.verifier.env},
             min_reward=_thresholds(section.min_reward),
+            agent_network=section.agent.network_mode or file.agent.network_mode or default,
+            verifier_network=section.verifier.network_mode or file.verifier.network_mode or default,
         )
 
 

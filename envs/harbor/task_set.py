@@ -25,19 +25,25 @@ def load_split(config: HarborConfig) -> tuple[HarborTask, ...]:
     root, split = config.tasks_dir or OWN_TASKS, config.split
     if config.val_tasks_dir is not None:
         root, split = (config.val_tasks_dir if split == "held_out" else root), "any"
-    return _load(root, split, config.tasks, config.unsupported, config.sandbox.image)
+    return _load(root, split, config.tasks, config.unsupported, config.sandbox.image, config.sandbox.network != "none")
 
 
 @lru_cache(maxsize=16)
 def _load(
-    root: Path, split: str, names: tuple[str, ...], unsupported: Literal["refuse", "skip"], image: str | None
+    root: Path,
+    split: str,
+    names: tuple[str, ...],
+    unsupported: Literal["refuse", "skip"],
+    image: str | None,
+    has_network: bool,
 ) -> tuple[HarborTask, ...]:
     tasks = find_tasks(root)
     for pattern in names:
         if not any(fnmatch(task.name, pattern) for task in tasks):
             raise ValueError(f"tasks: {root} has no task {pattern!r}; it has {_list([task.name for task in tasks])}")
     tasks = tuple(task for task in tasks if not names or any(fnmatch(task.name, pattern) for pattern in names))
-    obstacles = {task.name: found for task in tasks if (found := find_obstacles(task, image=image))}
+    found = {task.name: find_obstacles(task, image=image, has_network=has_network) for task in tasks}
+    obstacles = {name: texts for name, texts in found.items() if texts}
     if obstacles and unsupported == "refuse":
         lines = [f"{name} ({'; '.join(found)})" for name, found in obstacles.items()]
         raise ValueError(

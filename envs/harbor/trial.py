@@ -12,6 +12,8 @@ from offbeat.envs.harbor.obstacles import resolve
 from offbeat.envs.harbor.task import HarborTask, TaskStep, read_files
 from offbeat.envs.harbor.task_set import OWN_TASKS
 from offbeat.envs.sandbox.backend import AnyShell
+from offbeat.envs.sandbox.container import ContainerShell
+from offbeat.envs.sandbox.network import ContainerNetwork
 from offbeat.envs.sandbox.shell import CommandResult, ShellError, ShellLimits
 
 
@@ -25,6 +27,8 @@ class TaskTrial:
     def __init__(self, task: HarborTask, limits: ShellLimits) -> None:
         """Raises TaskError, and IsolationError, as `TaskMachine`."""
         self.task = task
+        self._limits = limits
+        self._network: ContainerNetwork | None = None
         section, folder = task.file.environment, task.folder.resolve()
         hidden = own_tasks if (own_tasks := OWN_TASKS.resolve()) in folder.parents else folder
         try:
@@ -40,8 +44,10 @@ class TaskTrial:
             raise TaskError(f"{task.folder}: {error}") from error
 
     def begin_step(self, step: TaskStep) -> None:
-        """Remove the last verifier, add the step's files; raises TaskError, ShellError."""
+        """Remove the last verifier, add the step's files; raises TaskError, ShellError, NetworkError."""
         self.machine.shell.clear(TESTS, VERIFIER_LOGS)
+        if self._limits.network == "task" and step.agent_network == "public":
+            self._connect()
         if step.workdir is not None:
             self.machine.shell.upload(self.machine.workdir, read_files(step.workdir))
             if (step.workdir / "setup.sh").is_file():
@@ -61,22 +67,43 @@ class TaskTrial:
             self.machine.shell.clear(SOLUTION)
 
     def verify(self, step: TaskStep, timeout_s: float) -> TaskVerdict:
-        """Run the verifier; a failure, which the policy may have caused, is part of the verdict."""
+        """Run the verifier; a failure, which the policy may have caused, is part of the verdict.
+
+        Raises:
+            NetworkError: the verifier has a network, and it was not there before it or is not after it.
+        """
         shell = self.machine.shell
         env = shell.verifier_env() | resolve(self.task.file.environment.env | step.verifier_env)
+        self._disconnect()
         try:
             self.machine.protect()
+            if self._limits.network != "none" and step.verifier_network == "public":
+                self._connect()
             for folder in step.tests:
                 shell.upload(TESTS, read_files(folder))
             script = (shell.bash, f"{TESTS}/test.sh")
             result = shell.run(script, cwd=self.machine.workdir, env=env, timeout_s=timeout_s)
             shell.kill_processes()
-            return read_verdict(shell, result)
+            verdict = read_verdict(shell, result)
         except ShellError as error:
-            return TaskVerdict({}, str(error))
+            verdict = TaskVerdict({}, str(error))
+        if self._network is not None:
+            self._network.probe()
+            self._disconnect()
+        return verdict
 
     def close(self) -> None:
+        self._disconnect()
         self.machine.shell.close()
+
+    def _connect(self) -> None:
+        assert isinstance(self.machine.shell, ContainerShell)
+        self._network = self.machine.shell.connect()
+
+    def _disconnect(self) -> None:
+        if self._network is not None:
+            self._network.close()
+            self._network = None
 
 
 def read_verdict(shell: AnyShell, result: CommandResult) -> TaskVerdict:

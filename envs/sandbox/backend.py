@@ -1,9 +1,12 @@
 """Choice between the kernel sandbox and a container for a policy's shell."""
 
+import functools
 from collections.abc import Sequence
 
 from offbeat.envs.sandbox.container import ContainerShell, check_container
-from offbeat.envs.sandbox.shell import Shell, ShellLimits, check_shell
+from offbeat.envs.sandbox.network import NetworkError, check_programs
+from offbeat.envs.sandbox.run import IsolationError
+from offbeat.envs.sandbox.shell import Shell, ShellError, ShellLimits, check_shell
 from offbeat.envs.sandbox.writable import WritableShell
 
 AnyShell = Shell | ContainerShell
@@ -27,5 +30,19 @@ def open_shell(
 
 
 def check_sandbox(limits: ShellLimits) -> None:
-    """Raise `IsolationError` if this machine can't isolate a shell, or lacks the image."""
+    """Raise `IsolationError` if this machine can't isolate a shell, lacks the image, or can't connect it to a network."""
     (check_container if limits.image else check_shell)(limits)
+    if limits.network != "none":
+        _check_network(limits.model_dump_json(exclude_unset=True))
+
+
+@functools.cache
+def _check_network(limits: str) -> None:
+    check_programs()
+    shell = ContainerShell(("/tmp",), ShellLimits.model_validate_json(limits))
+    try:
+        shell.connect().close()
+    except (NetworkError, ShellError) as error:
+        raise IsolationError(f"network: {error}") from error
+    finally:
+        shell.close()

@@ -20,11 +20,13 @@ from typing import IO, Literal
 
 from offbeat.envs.sandbox.container_engine import (
     find_image,
+    read_pid,
     run_command,
     seccomp_profile,
     trusted_env,
 )
 from offbeat.envs.sandbox.links import MAX_LINKS, prefixes, resolve
+from offbeat.envs.sandbox.network import ContainerNetwork
 from offbeat.envs.sandbox.run import STARTUP_TIMEOUT_S, IsolationError, join_output
 from offbeat.envs.sandbox.shell import (
     HOME,
@@ -230,6 +232,10 @@ class ContainerShell:
 
     def verifier_env(self) -> dict[str, str]:
         return self.command_env()
+
+    def connect(self) -> ContainerNetwork:
+        """Connect the container to a network; raises NetworkError, or ShellError if it has ended."""
+        return ContainerNetwork(read_pid(self.image, self._name), self._limits)
 
     def close(self) -> None:
         """Remove the container."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offbeat.envs.sandbox.run import IsolationError
-from offbeat.envs.sandbox.shell import TASK_IMAGE, ShellLimits
+from offbeat.envs.sandbox.shell import TASK_IMAGE, ShellError, ShellLimits
 
 ENGINES = ("podman", "docker")
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -36,6 +36,8 @@ REFUSED_CALLS = (
 NAMESPACE_FLAGS = 0x7E020000
 """Of `clone`."""
 INSPECT_TIMEOUT_S = 60.0
+MOUNTED = {"resolv.conf": "/etc/resolv.conf", "hosts": "/etc/hosts", "apt.conf": "/etc/apt/apt.conf.d/zz-offbeat"}
+"""Read-only files of containers that a network can be connected to."""
 SPARE_S = 300
 """After a container's time, for its supervisor to remove it, before podman ends it without one."""
 
@@ -87,6 +89,14 @@ def _find(name: str, runtime: str | None) -> Image:
     raise IsolationError(f"image {name} is not on this machine, {how}: {'; '.join(errors)}")
 
 
+def read_pid(image: Image, name: str) -> int:
+    """Return the id of a container's first process; raises ShellError unless it runs."""
+    result = run_engine(*image.command, "inspect", "--format", "{{.State.Pid}}", name)
+    if not result.stdout.strip().isdigit() or int(result.stdout) == 0:
+        raise ShellError(f"inspect: {(result.stderr.strip().splitlines() or ['the container does not run'])[-1]}")
+    return int(result.stdout)
+
+
 def _start_of(config: dict[str, Any]) -> tuple[str, str]:
     return config.get("WorkingDir") or "/", config.get("User") or ""
 
@@ -120,6 +130,9 @@ def run_command(
         options += ["--tmpfs", f"{folder}:rw,exec,nosuid,nodev,size={limits.disk_mib}m,mode={mode}"]
     for variable in image.env:
         options += ["--env", f"{variable}="]
+    if limits.network != "none":  # which is connected later
+        folder = Path(__file__).with_name("mounted")
+        options += [word for name, path in MOUNTED.items() for word in ("--volume", f"{folder / name}:{path}:ro")]
     path = ":".join(PROGRAM_FOLDERS) if writable else SYSTEM_PATH
     options += ["--env", f"PATH={path}", "--stop-timeout", "0", "--workdir", "/", "--entrypoint", "/bin/sh"]
     if seccomp is not None:

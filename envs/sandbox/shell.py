@@ -7,6 +7,7 @@ import base64
 import functools
 import json
 import os
+import re
 import select
 import struct
 import subprocess
@@ -15,10 +16,11 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from ipaddress import IPv4Network
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from offbeat.envs.sandbox.folder import SandboxFolder
 from offbeat.envs.sandbox.pipes import closing_on_error, open_pipes
@@ -45,6 +47,9 @@ IMAGE = r"^[A-Za-z0-9][\w.-]*(:\d+/[\w.-]+)?(/[\w.-]+)*(:[\w.-]+)?(@sha256:[0-9a
 """Names of images, neither options nor transports such as `dir:/path`."""
 TASK_IMAGE = "task"
 """In place of a name: each task's own image."""
+PROBE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*:\d{1,5}")
+OWN_NETWORK = IPv4Network("10.0.2.0/24")
+"""Of a container and its gateway."""
 
 
 class ShellLimits(Limits):
@@ -63,13 +68,45 @@ class ShellLimits(Limits):
     """
     runtime: Literal["runsc"] | None = None
     """With `image`: gVisor in place of the default runtime of podman or docker."""
+    network: Literal["none", "verifier", "task"] = "none"
+    """With `image`: `verifier`: the internet for a task's verifier; `task`: for the policy, too. Neither beyond what its
+    `task.toml` allows.
+    """
+    allowed_networks: tuple[str, ...] = ()
+    """With `network`: private addresses (10.1.2.3) and networks (10.1.0.0/16) that containers reach, too."""
+    network_probe: tuple[str, ...] = ("pypi.org:443",)
+    """With `network`: hosts and ports that must be reachable before and after a verifier, or the episode is repeated."""
+
+    @field_validator("allowed_networks")
+    @classmethod
+    def _networks_are_ipv4(cls, networks: tuple[str, ...]) -> tuple[str, ...]:
+        for network in networks:
+            if IPv4Network(network).overlaps(OWN_NETWORK):
+                raise ValueError(f"{network} overlaps {OWN_NETWORK}, which is a container's own")
+        return networks
+
+    @field_validator("network_probe")
+    @classmethod
+    def _probes_are_ports(cls, probes: tuple[str, ...]) -> tuple[str, ...]:
+        for probe in probes:
+            if not PROBE.fullmatch(probe):
+                raise ValueError(f"{probe!r} is not a host and port, such as pypi.org:443")
+        return probes
 
     @model_validator(mode="after")
     def _keys_have_an_effect(self) -> "ShellLimits":
+        if self.image is None and self.network != "none":
+            raise ValueError(f"network {self.network} needs image: the kernel sandbox has no network")
+        if self.runtime and self.network != "none":
+            raise ValueError("network has no effect with runtime runsc, whose network stack is its own")
         named = ("max_files", "isolation") if self.image else ("runtime",)
         if without := sorted(self.model_fields_set & {*named}):
             verb, where = ("have" if len(without) > 1 else "has"), "with" if self.image else "without"
             raise ValueError(f"{', '.join(without)} {verb} no effect {where} image")
+        of_networks = self.model_fields_set & {"allowed_networks", "network_probe"}
+        if self.network == "none" and of_networks:
+            verb = "have" if len(of_networks) > 1 else "has"
+            raise ValueError(f"{', '.join(sorted(of_networks))} {verb} no effect without network: verifier or task")
         return self
 
 

@@ -265,6 +265,7 @@ ENVS: list[tuple[dict[str, Any], str]] = [
         "env_config.sandbox.isolation",
     ),
     ({"env_type": "harbor", "env_config": {"sandbox": {"image": "ubuntu:24.04"}}}, "env_config.sandbox.image"),
+    ({"env_type": "harbor", "env_config": {"sandbox": {"network": "task"}}}, "env_config.sandbox.network"),
     (trial(agent={"import_path": "evil:Agent"}), "env_config.agent.import_path"),
     (trial(agent={"name": "evil:Agent"}), "env_config.agent.name"),
     (trial(agent={"name": "terminus-2", "mcp_servers": [{"command": "sh"}]}), "env_config.agent.mcp_servers"),

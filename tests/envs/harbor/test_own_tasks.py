@@ -75,7 +75,7 @@ AT_NIGHT = ("two-reports", "link-current", "make-executable")
 @pytest.mark.parametrize("name", ["fix-mean", *(pytest.param(name, marks=pytest.mark.nightly) for name in AT_NIGHT)])
 def test_a_task_is_solved_in_a_container(name: str):
     (task,) = (task for task in TASKS if task.name == name)
-    ok, text = describe_task(task, solve=True, image=require_image())
+    ok, text = describe_task(task, solve=True, limits=ShellLimits(image=require_image()))
     assert ok, text
     assert "the solution earns 1, doing nothing 0" in text
 

@@ -123,9 +123,9 @@ def test_a_dockerfile_beyond_a_shell_is_named(task_folder: TaskFolder, lines: st
         ("[environment]\ngpus = 1", "a GPU"),
         (
             '[environment]\nnetwork_mode = "allowlist"\nallowed_hosts = ["x.org"]',
-            "network_mode allowlist: a shell has no network",
+            "network_mode allowlist: a shell's network can't be limited to hosts",
         ),
-        ('[agent]\nnetwork_mode = "allowlist"', "network_mode allowlist: a shell has no network"),
+        ('[agent]\nnetwork_mode = "allowlist"', "network_mode allowlist: a shell's network can't be limited to hosts"),
         ('[[environment.mcp_servers]]\nname = "x"\nurl = "http://x"', "MCP servers"),
         ('[environment.env]\nKEY = "${KEY}"', "environment.env.KEY: ${KEY} of the host"),
         ('[verifier]\nenvironment_mode = "separate"', "a verifier in an environment of its own"),
@@ -146,7 +146,7 @@ def test_compose_files_images_and_verifiers_beyond_a_shell_are_named(task_folder
     )
     assert obstacles(task_folder) == (
         "environment/docker-compose.yaml: several services",
-        "its verifier calls curl (tests/test.sh): needs the network",
+        "its verifier calls curl (tests/test.sh): needs the network (sandbox: {image: task, network: verifier})",
     )
     image = TaskFolder(task_folder.path.parent / "image")
     (image.path / "environment/Dockerfile").unlink()

@@ -1,0 +1,187 @@
+"""Networks of containers: what they reach, what they never do, and that none outlives its process."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from pydantic import ValidationError
+
+from offbeat.envs.sandbox import IsolationError
+from offbeat.envs.sandbox.backend import check_sandbox
+from offbeat.envs.sandbox.container import ContainerShell
+from offbeat.envs.sandbox.container_engine import Image, run_command
+from offbeat.envs.sandbox.network import NetworkError, check_programs, write_rules
+from offbeat.envs.sandbox.shell import ShellLimits
+from tests.envs.sandbox.networks import DOWNLOAD, SERVERS, Server, require_network, start_server
+from tests.envs.sandbox.test_shell import bash
+from tests.waiting import wait_until_sync
+
+FOLDERS = ("/app", "/tmp")
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"network": "verifier"}, "network verifier needs image: the kernel sandbox has no network"),
+        ({"image": "a", "network": "task", "runtime": "runsc"}, "no effect with runtime runsc"),
+        ({"image": "a", "network_probe": ["a:1"]}, "network_probe has no effect without network: verifier or task"),
+        ({"image": "a", "network": "task", "network_probe": ["a"]}, "'a' is not a host and port, such as pypi.org:443"),
+        ({"image": "a", "network": "task", "network_probe": ["-x:1"]}, "'-x:1' is not a host and port"),
+        ({"image": "a", "network": "task", "allowed_networks": ["fd00::/8"]}, "Expected 4 octets"),
+        ({"image": "a", "network": "task", "allowed_networks": ["10.0.0.0/8"]}, "10.0.0.0/8 overlaps 10.0.2.0/24"),
+        ({"image": "a", "network": "host"}, "'none', 'verifier' or 'task'"),
+    ],
+)
+def test_a_key_that_is_wrong_or_without_effect_is_refused(values: dict[str, object], says: str):
+    with pytest.raises(ValidationError, match=says):
+        ShellLimits.model_validate_json(json.dumps(values))
+
+
+def test_containers_start_without_a_network_also_if_they_can_be_connected():
+    image = Image(("docker",), "a", {}, ())
+    for network in ("none", "verifier", "task"):
+        words = run_command(image, "one", (), ShellLimits(image="a", network=network))
+        assert words[words.index("--network") + 1] == "none"
+        mounted = [word.rpartition("/envs/sandbox/")[2] for word in words if word.endswith(":ro")]
+        assert mounted == (
+            []
+            if network == "none"
+            else [
+                "mounted/resolv.conf:/etc/resolv.conf:ro",
+                "mounted/hosts:/etc/hosts:ro",
+                "mounted/apt.conf:/etc/apt/apt.conf.d/zz-offbeat:ro",
+            ]
+        )
+
+
+def test_the_rules_refuse_this_machine_before_they_allow_a_network_around_it():
+    lines = [line.strip() for line in write_rules(["10.1.2.3"], ["10.1.0.0/16", "10.1.2.0/24"]).split("\n")]
+    own, allowed = lines.index("ip daddr { 10.1.2.3/32 } reject"), next(i for i, x in enumerate(lines) if "10.1.0" in x)
+    assert own < allowed
+    assert lines[allowed] == "ip daddr { 10.1.0.0/16 } meta l4proto { tcp, udp } accept"
+    assert "policy drop" in " ".join(lines)
+
+
+def test_a_machine_without_the_programs_is_told_which(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    with pytest.raises(
+        IsolationError, match=r"not on PATH: slirp4netns \(package slirp4netns\), nft \(package nftables\)"
+    ):
+        check_programs()
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    with pytest.raises(IsolationError, match="connected as root alone"):
+        check_programs()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    require_network()
+    with start_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def shell(server: Server) -> Iterator[ContainerShell]:
+    """Of a container that may reach the server, but not the address of this machine beside it."""
+    limits = ShellLimits(
+        image=require_network(),
+        network="verifier",
+        allowed_networks=(server.address,),
+        network_probe=(server.probe,),
+    )
+    shell = ContainerShell(FOLDERS, limits)
+    yield shell
+    shell.close()
+
+
+def test_a_container_downloads_while_it_is_connected(shell: ContainerShell, server: Server):
+    command = f"{DOWNLOAD}download {server.path} /"
+    assert bash(shell, command).exit_code != 0
+    network = shell.connect()
+    assert bash(shell, command).exit_code == 0
+    network.close()
+    assert bash(shell, command).exit_code != 0
+    assert bash(shell, "ls /sys/class/net").output == "lo\n"
+
+
+def test_it_reaches_no_address_of_this_machine_and_no_private_one(shell: ContainerShell, server: Server):
+    """The listener has all of this machine's addresses, and the server answers on each port of its own."""
+    found = {each.address for row in psutil.net_if_addrs().values() for each in row if each.family == socket.AF_INET}
+    own = {server.gateway, *(address for address in found if not address.startswith(SERVERS))}
+    with socket.create_server(("0.0.0.0", 0)) as listener, start_server() as other:
+        port = listener.getsockname()[1]
+        targets = [f"{address}/{port}" for address in (*own, "10.0.2.2", "10.0.2.3", "10.0.2.100", "127.0.0.53")]
+        for address in own:
+            socket.create_connection((address, port)).close()
+        socket.create_connection((other.address, other.port)).close()
+        network = shell.connect()
+        try:
+            for target in (*targets, other.path, "169.254.169.254/80", "168.63.129.16/80"):
+                assert bash(shell, f"exec 3<>/dev/tcp/{target}").exit_code != 0, target
+            assert bash(shell, f"exec 3<>/dev/tcp/{server.path}").exit_code == 0
+        finally:
+            network.close()
+
+
+def test_a_container_can_change_neither_names_nor_rules(shell: ContainerShell):
+    network = shell.connect()
+    try:
+        for command in ("echo x > /etc/resolv.conf", "rm /etc/hosts", "mv /etc/hosts /etc/x", "unshare -n true"):
+            assert bash(shell, command).exit_code != 0
+        assert bash(shell, "grep CapEff /proc/self/status").output.split() == ["CapEff:", "0" * 16]
+    finally:
+        network.close()
+
+
+def test_a_host_that_does_not_answer_is_named(server: Server):
+    values = {"image": require_network(), "network": "verifier", "allowed_networks": (server.address,)}
+    probe = f"{server.address}:9"
+    with pytest.raises(IsolationError, match=rf"network_probe: {probe} can't be reached .*refused"):
+        check_sandbox(ShellLimits(**values, network_probe=(server.probe, probe)))
+    with pytest.raises(IsolationError, match=r"none\.invalid:1 can't be reached"):
+        check_sandbox(ShellLimits(**values, network_probe=("none.invalid:1",)))
+
+
+def test_a_network_that_was_lost_is_noticed(shell: ContainerShell):
+    network = shell.connect()
+    try:
+        network.probe()
+        network._slirp.kill()
+        network._slirp.wait()
+        with pytest.raises(NetworkError, match="network_probe: "):
+            network.probe()
+    finally:
+        network.close()
+
+
+WORKER = """
+import sys
+from offbeat.envs.sandbox.container import ContainerShell
+from offbeat.envs.sandbox.shell import ShellLimits
+shell = ContainerShell(("/app",), ShellLimits(image=sys.argv[1], network="task", network_probe=()))
+network = shell.connect()
+print("connected", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_killed_process_leaves_no_network():
+    command = [sys.executable, "-c", WORKER, require_network()]
+    worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "connected\n"
+        [slirp] = [each for each in psutil.Process(worker.pid).children() if "slirp4netns" in " ".join(each.cmdline())]
+        os.kill(worker.pid, signal.SIGKILL)
+        wait_until_sync(lambda: not slirp.is_running())
+    finally:
+        worker.kill()
+        worker.communicate()
