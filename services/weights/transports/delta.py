@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 FORMAT = 1
 MAX_DELTA_SHARE = 0.5
 """Share of changed bytes above which a version becomes the anchor."""
+MAX_GAP = (1 << 32) - 1
+"""Elements between two positions in a packed difference."""
 ZSTD_LEVEL = 1
 """Higher levels are several times slower and save a few percent."""
 
@@ -84,6 +86,7 @@ def apply_difference(old: Bytes, change: Difference) -> Bytes:
 
 def pack(change: Difference, result_digest: str) -> bytes:
     """Compress gaps between positions and flipped bits, by byte plane."""
+    change = _fill_gaps(change)
     gaps = np.diff(change.positions, prepend=-1).astype("<u4")
     body = [FORMAT, change.width, change.num_bytes, len(gaps), _compress(gaps), _compress(change.flips), result_digest]
     return cast(bytes, msgpack.packb(body))
@@ -110,6 +113,19 @@ def digest_of_bytes(content: Bytes, algorithm: str = "blake3") -> str:
     digest = new_hash(algorithm)
     digest.update(content.data)
     return f"{algorithm}:{digest.hexdigest()}"
+
+
+def _fill_gaps(change: Difference) -> Difference:
+    """Return a difference with positions that change nothing where others are further apart than `MAX_GAP`."""
+    gaps = np.diff(change.positions, prepend=-1)
+    wide = np.flatnonzero(gaps > MAX_GAP)
+    if not len(wide):
+        return change
+    ends = change.positions[wide]
+    fillers = [np.arange(end - gap + MAX_GAP, end, MAX_GAP) for end, gap in zip(ends, gaps[wide], strict=True)]
+    places = np.repeat(wide, [len(each) for each in fillers])
+    positions = np.insert(change.positions, places, np.concatenate(fillers))
+    return replace(change, positions=positions, flips=np.insert(change.flips, places, 0))
 
 
 def _compress(elements: npt.NDArray[Any]) -> bytes:

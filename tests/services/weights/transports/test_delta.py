@@ -22,6 +22,7 @@ from offbeat.services.weights.subscriber import RedisWeightSubscriber
 from offbeat.services.weights.transports.base import Stored, belongs_to, owner_of, version_and_epoch
 from offbeat.services.weights.transports.delta import (
     DeltaTransport,
+    Difference,
     apply_difference,
     compute_difference,
     pack,
@@ -77,6 +78,16 @@ def test_a_difference_leads_from_the_old_bytes_to_the_new_ones(width: int, old: 
     assert digest == "blake2b:00"
     assert apply_difference(before, change).tolist() == new
     assert before.tolist() == old
+
+
+@pytest.mark.parametrize("positions", [[2**32 - 2, 2**32 - 1], [2**32 - 1], [3, 2**33 + 7, 2**33 + 8, 7 * 2**32]])
+def test_changes_far_apart_keep_their_places(positions: list[int]) -> None:
+    """Between changes of large models' adapters lie experts that are frozen: more elements than 32 bits count."""
+    flips = np.arange(1, len(positions) + 1, dtype="<u2")
+    change, _ = unpack(pack(Difference(2, 2**36, np.array(positions), flips), "blake2b:00"))
+    changed = change.flips != 0
+    assert change.positions[changed].tolist() == positions
+    assert change.flips[changed].tolist() == flips.tolist()
 
 
 @pytest.mark.parametrize("blob", [b"", b"\x93\x01\x02\x03", b"\xff" * 40])
