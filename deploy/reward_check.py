@@ -1,4 +1,5 @@
 import asyncio
+import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,9 +14,9 @@ from offbeat.envs.dataset.files import DatasetRows, Row, RowError, read_field
 from offbeat.envs.dataset.prompt import PromptError, read_prompt
 from offbeat.services.chat.assistant_tokens import ConversationError
 from offbeat.services.reward.config import RewardsConfig
-from offbeat.services.reward.errors import RewardError
+from offbeat.services.reward.errors import Failure, RewardError
 from offbeat.services.reward.factory import make_scorer
-from offbeat.services.reward.sample import RewardSample
+from offbeat.services.reward.sample import GroupSample, RewardSample, as_member
 from offbeat.services.reward.scorer import RewardScorer
 from offbeat.services.rollout.data.images import read_images
 
@@ -32,6 +33,8 @@ class Columns:
     prompt: str = "prompt"
     images: str = "images"
     tag: str = "tag"
+    group: str = "group"
+    """Of rows to compare with each other; without it those of equal prompts."""
     tags: Mapping[str, str] = field(default_factory=dict[str, str])
     """Value of the tag's column -> tag of the rewards; others are unchanged."""
     default_tag: str = ""
@@ -51,6 +54,12 @@ class ScoredRow:
     failure: str = ""
     """Reason and message."""
     reason: str = ""
+    sample: RewardSample | None = None
+    group: str = ""
+    """What rows to compare with each other have in common."""
+
+    def fail(self, error: RewardError) -> None:
+        self.failure, self.reason = str(error), error.reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +118,10 @@ async def check_rewards(
         places = {reward.name: asyncio.Semaphore(reward.max_concurrent) for reward in config.rewards}
         indices = range(len(rows) if limit is None else min(limit, len(rows)))
         scored = await asyncio.gather(*(_score_row(scorer, places, rows, index, columns) for index in indices))
+        await _compare_groups(scorer, scored)
+        for row in scored:
+            if not row.failure:
+                row.values[SCORE] = scorer.combine(row.values)
     finally:
         await scorer.close()
     failures = Counter(row.reason for row in scored if row.reason)
@@ -125,19 +138,53 @@ async def _score_row(
     try:
         content = rows[index]
         row.label = _label(content, columns)
-        sample = read_sample(content, columns, rows.folder)
+        row.sample = sample = read_sample(content, columns, rows.folder)
+        row.group = _group(content, sample, columns)
     except RowError as error:
         row.failure, row.reason = str(error), "bad_row"
         return row
     names = scorer.names(sample.tag)
     results = await asyncio.gather(*(_score_one(scorer, places[name], name, sample, row) for name in names))
     if errors := [error for error in results if error is not None]:
-        row.failure, row.reason = str(errors[0]), errors[0].reason
-    elif not names:
+        row.fail(errors[0])
+    elif not names and not scorer.group_names(sample.tag):
         row.failure, row.reason = f"no reward scores tag {sample.tag!r}", "no_reward"
-    else:
-        row.values[SCORE] = scorer.combine(row.values)
     return row
+
+
+async def _compare_groups(scorer: RewardScorer, rows: Sequence[ScoredRow]) -> None:
+    """Add the rewards that compare rows of a group, or fail these."""
+    groups: dict[tuple[str, str], list[tuple[ScoredRow, RewardSample]]] = {}
+    for row in rows:
+        if row.sample is not None and not row.failure and scorer.group_names(row.sample.tag):
+            groups.setdefault((row.sample.tag, row.group), []).append((row, row.sample))
+    await asyncio.gather(*(_compare(scorer, members, number) for number, members in enumerate(groups.values())))
+
+
+async def _compare(scorer: RewardScorer, members: Sequence[tuple[ScoredRow, RewardSample]], number: int) -> None:
+    rows = [row for row, _ in members]
+    sample = GroupSample([as_member(sample, row.values, 0.0) for row, sample in members], number)
+    if len(rows) == 1:
+        alone = "no other row has its prompt, or its value of the column `group`, to be compared with"
+        rows[0].fail(RewardError(Failure.BAD_ROW, alone))
+        return
+    for name in scorer.group_names(sample.members[0].tag):
+        began = time.monotonic()
+        try:
+            values = await scorer.compare(name, sample)
+        except RewardError as error:
+            for row in rows:
+                row.fail(error)
+            return
+        finally:
+            rows[0].seconds[name] = time.monotonic() - began  # of the group
+        for row, value in zip(rows, values, strict=True):
+            row.values[name] = value
+
+
+def _group(content: Row, sample: RewardSample, columns: Columns) -> str:
+    value = content.get(columns.group)
+    return json.dumps(sample.prompt, sort_keys=True, default=str) if value is None else str(value)
 
 
 async def _score_one(

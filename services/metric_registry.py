@@ -291,6 +291,10 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("rollout", "reward_max_s", "s", "Longest such time."),
     Metric(
+        "rollout", "group_reward_s", "s", "Mean time of the rewards that compare a group's members (`scope: group`)."
+    ),
+    Metric("rollout", "group_reward_max_s", "s", "Longest such time."),
+    Metric(
         "rollout",
         "reward_failed/{reward}/{reason}",
         "calls",

@@ -123,8 +123,11 @@ class FakeBuffer:
         cancelled, self.to_cancel = tuple(self.to_cancel), []
         return WorkerOrders(cancelled, self.draining)
 
-    async def submit(self, worker_id: str, task: EpisodeTask, trajectory: Trajectory) -> SubmitResult:
+    async def submit(
+        self, worker_id: str, task: EpisodeTask, trajectory: Trajectory, sample: bytes = b""
+    ) -> SubmitResult:
         self._answer(worker_id)
+        assert not sample, "groups that are compared need the real buffer"
         if task in self.submitted:
             return SubmitResult.DUPLICATE
         self.submitted[task] = trajectory

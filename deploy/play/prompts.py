@@ -34,9 +34,16 @@ def open_answered(config: RunConfig, seed: int) -> AnsweredRows | None:
     return AnsweredRows(PromptSource(config.data, train, val, seed=seed))
 
 
-def open_rewards(config: RunConfig, rows: AnsweredRows | None, chat: ChatFormat) -> EpisodeRewards | None:
-    """Build a run's rewards in this process, on an event loop; None without any. Raises ValueError."""
+def open_rewards(
+    config: RunConfig, rows: AnsweredRows | None, chat: ChatFormat, group_size: int
+) -> EpisodeRewards | None:
+    """Build a run's rewards in this process, on an event loop, for groups of one without those that compare; None without
+    any. Raises ValueError.
+    """
     scoring = config.scoring
+    if scoring is not None and group_size == 1:
+        alone = tuple(reward for reward in scoring.rewards if not reward.is_of_group)
+        scoring = scoring.model_copy(update={"rewards": alone}) if alone else None
     if scoring is None:
         return None
     columns = None if rows is None or config.data is None else DatasetColumns(config.data, rows.prompts)

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +17,7 @@ from offbeat.deploy.play.prompts import AnsweredRows, open_answered, open_reward
 from offbeat.deploy.play.target import PlayTarget, build_target, remove_token_limits
 from offbeat.envs import registry
 from offbeat.envs.prompts import ROW_IMAGE
+from offbeat.services.buffer.members import add_to
 from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.errors import EpisodeError
 from offbeat.services.messages.types import (
@@ -25,6 +26,7 @@ from offbeat.services.messages.types import (
     Sampling,
     Trajectory,
 )
+from offbeat.services.reward.sample import GroupMember
 from offbeat.services.rollout.agents.episode import AgentRuntime, agent_slot, play_with_agent
 from offbeat.services.rollout.envs.pool import EnvPool
 from offbeat.services.rollout.envs.runners import (
@@ -45,6 +47,7 @@ from offbeat.services.rollout.episodes.episode import (
     play,
 )
 from offbeat.services.rollout.episodes.transcript import Transcript
+from offbeat.services.rollout.rewards import EpisodeRewards
 from offbeat.services.rollout.tasks import EvalTasks, Task, train_task
 
 Progress = Callable[[int, int], None]
@@ -147,7 +150,8 @@ async def run_episodes(
     result, began = EpisodeResult(), time.monotonic()
     pool = EnvPool(config.custom_envs, min(request.concurrency, 32))
     rows = open_answered(config, request.seed)
-    rewards = open_rewards(config, rows, chat)
+    rewards = open_rewards(config, rows, chat, request.group_size)
+    members: dict[int, dict[int, GroupMember]] = {}
     progress(0, request.episodes)
     remaining = enumerate(build_tasks(config, request, rows))
 
@@ -163,7 +167,9 @@ async def run_episodes(
                 target = find_target(task.tag)
                 played = await _play(request, number, task, target, chat, sample, pool, runtime, rows, transcript)
                 if rewards is not None and transcript is not None:
-                    played = await rewards.add(played, request.kind, transcript)
+                    played, member = await rewards.add(played, request.kind, transcript)
+                    if member is not None:
+                        members.setdefault(int(played.group_id), {})[played.index] = member
                 result.trajectories.append(played)
             except EpisodeError as error:
                 result.add_failure(error)
@@ -173,6 +179,8 @@ async def run_episodes(
         async with asyncio.TaskGroup() as group:
             for _ in range(min(request.concurrency, request.episodes)):
                 group.create_task(play_remaining())
+        if rewards is not None:
+            await asyncio.gather(*(_compare(rewards, number, each, result) for number, each in members.items()))
     finally:
         await pool.close()
         if rewards is not None:
@@ -182,6 +190,23 @@ async def run_episodes(
     result.duration_s = time.monotonic() - began
     result.trajectories.sort(key=lambda trajectory: (int(trajectory.group_id), trajectory.index))
     return result
+
+
+async def _compare(
+    rewards: EpisodeRewards, number: int, members: Mapping[int, GroupMember], result: EpisodeResult
+) -> None:
+    """Add the rewards that compare a group's members, or fail these."""
+    of_group = {t.index: t for t in result.trajectories if t.group_id == str(number) and t.index in members}
+    others = [t for t in result.trajectories if of_group.get(t.index) is not t]
+    try:
+        additions = await rewards.compare(list(members.values()), number)
+    except EpisodeError as error:
+        for _ in members:
+            result.add_failure(error)
+        scored = []
+    else:
+        scored = [add_to(of_group[index], each) for index, each in zip(members, additions, strict=True)]
+    result.trajectories = [*others, *scored]
 
 
 async def _play(

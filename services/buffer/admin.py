@@ -64,7 +64,8 @@ class BufferWatch:
         await self._run("pause", int(paused))
 
     async def groups(self, count: int = 1000) -> list[GroupProgress]:
-        return [GroupProgress(*map(int, row)) for row in await self._run("groups", count)]
+        rows = await self._run("groups", count)
+        return [GroupProgress(*map(int, counts), is_scoring=bool(scoring)) for *counts, scoring in rows]
 
     async def life(self, count: int = 1000) -> list[tuple[int, str, str]]:
         """Return the newest group events as (number, event, detail), oldest first."""

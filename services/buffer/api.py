@@ -1,10 +1,11 @@
 """Interfaces of the trajectory buffer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, NamedTuple, Protocol
 
+from offbeat.services.buffer.members import Addition
 from offbeat.services.live_settings import Change
 from offbeat.services.messages.types import EpisodeKind, EpisodeTask, Group, Trajectory
 
@@ -76,8 +77,20 @@ class RolloutBuffer(Protocol):
 
     async def heartbeat(self, worker_id: str) -> WorkerOrders: ...
 
-    async def submit(self, worker_id: str, task: EpisodeTask, trajectory: Trajectory) -> SubmitResult:
-        """Submit an episode; idempotent by (group, member)."""
+    async def submit(
+        self, worker_id: str, task: EpisodeTask, trajectory: Trajectory, sample: bytes = b""
+    ) -> SubmitResult:
+        """Submit an episode; idempotent by (group, member). sample: to be compared with those of its group before that is
+        complete; empty: none.
+        """
+        ...
+
+    async def samples(self, worker_id: str, task: EpisodeTask) -> Mapping[int, bytes]:
+        """Return the samples of a group to score, by member; none if it is scored or gone."""
+        ...
+
+    async def score_group(self, worker_id: str, task: EpisodeTask, additions: Mapping[int, Addition]) -> SubmitResult:
+        """Complete a group with what its rewards add, by member; idempotent."""
         ...
 
     async def fail(self, worker_id: str, task: EpisodeTask, reason: str) -> None:
@@ -164,6 +177,8 @@ class GroupProgress:
     queued: int
     version: int
     """Version at admission."""
+    is_scoring: bool = False
+    """Whether it is complete but for the rewards of the whole group."""
 
     @property
     def missing(self) -> int:

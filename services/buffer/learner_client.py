@@ -19,6 +19,7 @@ from redis import Redis
 from offbeat.services.buffer.admin import limit_fields, snapshot_from
 from offbeat.services.buffer.api import Admission, Boundary, BufferLimits, Counters, Proof, Reconciled, Snapshot
 from offbeat.services.buffer.config import Order
+from offbeat.services.buffer.members import decode_member, member_numbers
 from offbeat.services.buffer.scripts import (
     Argument,
     BufferKeys,
@@ -361,12 +362,12 @@ class RedisLearnerBuffer:
             return None
         flat = msgpack.unpackb(packed, raw=True)
         fields = {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)}
-        members = {int(name): blob for name, blob in fields.items() if name.isdecimal()}
+        members = member_numbers(fields)
         trajectories: list[Trajectory] = []
         unreadable: dict[int, str] = {}
-        for index in sorted(members):
+        for index in members:
             try:
-                trajectories.append(self._decode_member(number, index, members[index]))
+                trajectories.append(decode_member(fields, group_id_of(self._run_id, number), index))
             except CodecError as error:
                 unreadable[index] = str(error)
         if len({(t.tag, t.seed) for t in trajectories}) > 1:
@@ -380,13 +381,6 @@ class RedisLearnerBuffer:
 
     def _finish_now(self, *args: Argument) -> None:
         self._run("finish", self._epoch, *args, incarnation=self._known.get())
-
-    def _decode_member(self, number: int, index: int, blob: bytes) -> Trajectory:
-        trajectory = decode_trajectory(blob)
-        expected = (group_id_of(self._run_id, number), index)
-        if (trajectory.group_id, trajectory.index) != expected:
-            raise CodecError(f"{trajectory.group_id}/{trajectory.index} is stored as {expected[0]}/{index}")
-        return trajectory
 
     def _newest_notification(self) -> str:
         with translate_errors():

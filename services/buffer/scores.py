@@ -14,9 +14,16 @@ from typing import Any, Protocol, cast
 import msgpack
 from redis import Redis
 
-from offbeat.services.buffer.scripts import Argument, BufferKeys, BufferScripts, build_group, translate_errors
+from offbeat.services.buffer.members import decode_member, member_numbers
+from offbeat.services.buffer.scripts import (
+    Argument,
+    BufferKeys,
+    BufferScripts,
+    build_group,
+    group_id_of,
+    translate_errors,
+)
 from offbeat.services.errors import CodecError, ReconcileError
-from offbeat.services.messages.codec import decode_trajectory
 from offbeat.services.messages.types import Group
 from offbeat.services.redis.connection import MAX_BLOCK_S
 from offbeat.services.redis.incarnation import KnownIncarnation
@@ -164,9 +171,10 @@ class RedisScoreQueue:
 
     def _decode(self, number: int, entry_id: bytes, version: int, temperature: bytes, packed: bytes) -> ClaimedGroup:
         flat = msgpack.unpackb(packed, raw=True)
+        fields = {flat[i].decode(): flat[i + 1] for i in range(0, len(flat), 2)}
+        group_id = group_id_of(self._run_id, number)
         try:
-            members = sorted((int(flat[i]), flat[i + 1]) for i in range(0, len(flat), 2))
-            trajectories = [decode_trajectory(blob) for _, blob in members]
+            trajectories = [decode_member(fields, group_id, index) for index in member_numbers(fields)]
         except CodecError as error:  # the learner drops it, too
             return ClaimedGroup(number, None, str(error))
         return ClaimedGroup(number, build_group(self._run_id, number, entry_id, version, temperature, trajectories))

@@ -6,13 +6,15 @@ carries the data's incarnation; after a change, the client first joins the new o
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import msgpack
 from redis.asyncio import Redis as AsyncRedis
 
 from offbeat.services.buffer.api import ClaimLimits, SubmitResult, WorkerOrders
+from offbeat.services.buffer.members import Addition, encode_addition
 from offbeat.services.buffer.scripts import (
     Argument,
     AsyncBufferScripts,
@@ -89,7 +91,9 @@ class AsyncRolloutBuffer:
         packed = [cast(bytes, msgpack.packb(part)) for part in parts] or ["", ""]
         return await self._call(worker_id, "heartbeat", worker_id, self._session, *packed)
 
-    async def submit(self, worker_id: str, task: EpisodeTask, trajectory: Trajectory) -> SubmitResult:
+    async def submit(
+        self, worker_id: str, task: EpisodeTask, trajectory: Trajectory, sample: bytes = b""
+    ) -> SubmitResult:
         """Raises:
         CodecError: the trajectory violates an invariant of `services.messages.types`; fail the episode.
         BufferError: the trajectory belongs to another task.
@@ -100,19 +104,38 @@ class AsyncRolloutBuffer:
         blob = encode_trajectory(trajectory)
         versions = trajectory.version_range()
         unit = unit_name(task.kind, task.group_id, task.number)
-        item = (unit, task.index, versions[0] if versions else "", blob)
-        self._forget(worker_id, task)  # first: a heartbeat during the submit must not cancel it
-        submitting, token = self._submitting.setdefault(worker_id, {}), _token(task)
-        submitting[token] = task
-        try:
+        item, size = (unit, task.index, versions[0] if versions else "", blob, sample), len(blob) + len(sample)
+        with self._as_submitting(worker_id, task):
             return SubmitResult(
                 await self._joined(
                     worker_id,
                     lambda incarnation: self._run.call_merged(
-                        "submit", (worker_id,), item, len(blob), incarnation=incarnation
+                        "submit", (worker_id,), item, size, incarnation=incarnation
                     ),
                 )
             )
+
+    async def samples(self, worker_id: str, task: EpisodeTask) -> dict[int, bytes]:
+        packed = await self._call(worker_id, "samples", unit_name(task.kind, task.group_id, task.number))
+        flat = msgpack.unpackb(packed, raw=True)
+        return {flat[i]: flat[i + 1] for i in range(0, len(flat), 2)}
+
+    async def score_group(self, worker_id: str, task: EpisodeTask, additions: Mapping[int, Addition]) -> SubmitResult:
+        unit = unit_name(task.kind, task.group_id, task.number)
+        flat = [part for index, each in additions.items() for part in (index, encode_addition(each))]
+        packed = cast(bytes, msgpack.packb(flat, use_bin_type=False))
+        with self._as_submitting(worker_id, task):
+            reply = await self._call(worker_id, "score_group", worker_id, unit, task.index, packed)
+        return SubmitResult(reply.decode())
+
+    @contextmanager
+    def _as_submitting(self, worker_id: str, task: EpisodeTask) -> Iterator[None]:
+        """Hold a task that a heartbeat must not cancel any more."""
+        self._forget(worker_id, task)
+        submitting, token = self._submitting.setdefault(worker_id, {}), _token(task)
+        submitting[token] = task
+        try:
+            yield
         finally:
             submitting.pop(token, None)
 

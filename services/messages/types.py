@@ -274,13 +274,18 @@ class EpisodeTask:
     min_version: int
     """Of completions."""
     sampling_name: str = "train"
-    """`train`, or for evaluation `sampled` or `greedy`."""
+    """`train`, `scoring`, or for evaluation `sampled` or `greedy`."""
     temperature: float | None = None
     """Overrides the temperature of `sampling_name`."""
 
     @property
     def is_baseline(self) -> bool:
-        return self.kind is EpisodeKind.TRAIN and self.sampling_name != "train"
+        return self.kind is EpisodeKind.TRAIN and self.sampling_name == "greedy"
+
+    @property
+    def is_scoring(self) -> bool:
+        """Return whether it stands for the rewards of its whole group, whose members are complete."""
+        return self.sampling_name == "scoring"
 
 
 class TensorSpec(Message, frozen=True):

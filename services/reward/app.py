@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter
 from ray import serve
@@ -16,11 +17,11 @@ from offbeat.services.reward.caller import run_attempt
 from offbeat.services.reward.client import DEPLOYMENT
 from offbeat.services.reward.config import AnyReward
 from offbeat.services.reward.errors import RewardError
-from offbeat.services.reward.factory import build_function
-from offbeat.services.reward.function import MAX_HUNG_THREADS, count_hung
+from offbeat.services.reward.factory import build_function, build_group_function
+from offbeat.services.reward.function import MAX_HUNG_THREADS, RewardFunction, count_hung
 from offbeat.services.reward.kinds.llm_judge import LlmJudge
 from offbeat.services.reward.reply import encode_failure, encode_score
-from offbeat.services.reward.sample import decode_sample
+from offbeat.services.reward.sample import decode_group, decode_sample
 from offbeat.services.telemetry import configure_logging
 
 
@@ -40,14 +41,16 @@ class RewardDeployment:
         os.environ.update(settings.environment)
         self._devices = claim_devices(settings.slots, "reward")
         self._config: AnyReward = TypeAdapter(AnyReward).validate_json(settings.reward_json)
-        self._function = build_function(self._config)
+        build = build_group_function if self._config.is_of_group else build_function
+        self._function: RewardFunction[Any, Any] = build(self._config)
         if isinstance(self._function, LlmJudge):
             await self._function.start()
 
     async def score(self, blob: bytes) -> bytes:
-        """Return an encoded score or failure."""
+        """Return an encoded score, or list of a group's, or failure."""
         try:
-            return encode_score(await run_attempt(self._function, decode_sample(blob), self._config.timeout_s))
+            sample = (decode_group if self._config.is_of_group else decode_sample)(blob)
+            return encode_score(await run_attempt(self._function, sample, self._config.timeout_s))
         except RewardError as error:
             return encode_failure(error)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from offbeat.services.generation.vllm.engine_arguments import engine_argument_names
 from offbeat.services.reward.config import RewardsConfig
-from offbeat.services.reward.factory import build_function
+from offbeat.services.reward.factory import build_function, build_group_function
 from offbeat.services.reward.kinds.model_config import LlmJudgeConfig, RewardModelConfig
 
 
@@ -24,7 +24,7 @@ def find_problems(config: RewardsConfig) -> Iterator[tuple[str, str]]:
             yield f"{index}.strategy_args.strategy_config.{unknown[0]}", "vLLM has no such engine argument"
             continue
         try:
-            build_function(reward)
+            (build_group_function if reward.is_of_group else build_function)(reward)
         except (ValueError, OSError) as error:
             yield str(index), str(error)
 

@@ -6,13 +6,14 @@ from offbeat.services.reward.errors import Failure, RewardError
 
 
 class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    score: float | None = None
+    score: float | list[float] | None = None
+    """Of a group one for each member."""
     failure: Failure | None = None
     detail: str = ""
     trace: str = ""
 
 
-def encode_score(score: float) -> bytes:
+def encode_score(score: float | list[float]) -> bytes:
     return msgspec.msgpack.encode(Reply(score=score))
 
 
@@ -20,7 +21,7 @@ def encode_failure(error: RewardError) -> bytes:
     return msgspec.msgpack.encode(Reply(failure=error.failure, detail=error.detail, trace=error.trace))
 
 
-def read_reply(blob: bytes) -> float:
+def read_reply(blob: bytes) -> float | list[float]:
     """Return the score; raises RewardError for the service's failure or an invalid reply."""
     try:
         reply = msgspec.msgpack.decode(blob, type=Reply)

@@ -1,7 +1,9 @@
-"""Sample of a reward function, and its encoding."""
+"""Samples of reward functions, and their encoding."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -25,7 +27,54 @@ class RewardSample:
     """The remaining columns of the dataset, or of an env's `reward_row`."""
 
 
-def encode_sample(sample: RewardSample) -> bytes:
+@dataclass(frozen=True, slots=True)
+class GroupMember(RewardSample):
+    """A finished response, or episode, that rewards compare with the others of its group."""
+
+    rewards: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Values of the rewards that score it alone, by name."""
+    own_reward: float = 0.0
+    """The env's or agent's own."""
+
+
+def as_member(sample: RewardSample, rewards: Mapping[str, float], own_reward: float) -> GroupMember:
+    fields = {each.name: getattr(sample, each.name) for each in dataclasses.fields(sample)}
+    return GroupMember(**fields, rewards=rewards, own_reward=own_reward)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSample:
+    """Members of a group to compare, and the seed of what is random in that."""
+
+    members: Sequence[GroupMember]
+    seed: int = 0
+
+    @property
+    def prompt(self) -> Sequence[Mapping[str, Any]]:
+        """Return the messages with which every member's conversation begins."""
+        prompts = [member.prompt for member in self.members]
+        shared = takewhile(lambda messages: all(each == messages[0] for each in messages), zip(*prompts, strict=False))
+        return [messages[0] for messages in shared]
+
+    @property
+    def answers(self) -> list[str]:
+        """Return the rest of each conversation: the last answer, after what comes before it in its own alone."""
+        start = len(self.prompt)
+        return [_continuation(member, start) for member in self.members]
+
+
+def _continuation(member: RewardSample, start: int) -> str:
+    answer = final_text(member.response)
+    if len(member.prompt) == start:
+        return answer
+    return render_messages([*member.prompt[start:], {"role": "assistant", "content": answer}])
+
+
+def render_messages(messages: Sequence[Mapping[str, Any]]) -> str:
+    return "\n\n".join(f"[{message.get('role', '')}]\n{text_of(message.get('content'))}" for message in messages)
+
+
+def encode_sample(sample: RewardSample | GroupSample) -> bytes:
     """Encode, equal samples equally; raises RewardError for a value without msgpack form."""
     try:
         return msgspec.msgpack.encode(sample, order="deterministic", enc_hook=_encode_array)
@@ -35,6 +84,14 @@ def encode_sample(sample: RewardSample) -> bytes:
 
 def decode_sample(blob: bytes) -> RewardSample:
     return msgspec.msgpack.decode(blob, type=RewardSample)
+
+
+def decode_member(blob: bytes) -> GroupMember:
+    return msgspec.msgpack.decode(blob, type=GroupMember)
+
+
+def decode_group(blob: bytes) -> GroupSample:
+    return msgspec.msgpack.decode(blob, type=GroupSample)
 
 
 def _encode_array(value: Any) -> Any:

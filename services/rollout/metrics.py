@@ -1,8 +1,10 @@
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from offbeat.services.buffer.members import Addition
 from offbeat.services.messages.types import Completion, EpisodeKind, Trajectory
+from offbeat.services.reward.sample import GroupMember
 from offbeat.services.telemetry import MetricRecord, Partial
 
 SOURCE = "rollout"
@@ -11,6 +13,7 @@ OWN_METRICS = frozenset(
         *("episodes", "episode_s", "trajectory_tokens", "baseline_reward", "reward", "failures", "cancelled", "turns"),
         *("playing", "episode_limit", "hung_threads", "generation_calls", "cpu_s"),
         *("tokens_sampled", "generation_s", "generation_max_s", "env_s", "env_max_s", "reward_s", "reward_max_s"),
+        *("group_reward_s", "group_reward_max_s"),
     )
 )
 OWN_PREFIXES = ("stop/", "error/", "failed/", "submitted/", "reward_failed/")
@@ -47,7 +50,8 @@ class WorkerMetrics:
         self._totals: defaultdict[tuple[str, str], dict[str, Partial]] = defaultdict(dict)
         self._calls: defaultdict[tuple[str, str], _Calls] = defaultdict(_Calls)
 
-    def finished(self, kind: EpisodeKind, trajectory: Trajectory) -> None:
+    def finished(self, kind: EpisodeKind, trajectory: Trajectory, *, is_scored: bool = True) -> None:
+        """Count an episode. is_scored: its reward is whole."""
         add = self._adder(kind, trajectory.tag)
         add("episodes", Partial("sum", 1.0))
         add("episode_s", Partial("mean", trajectory.duration_s))
@@ -58,7 +62,8 @@ class WorkerMetrics:
         if trajectory.baseline:
             add("baseline_reward", Partial("mean", trajectory.reward))
             return
-        add("reward", Partial("mean", trajectory.reward))
+        if is_scored:
+            add("reward", Partial("mean", trajectory.reward))
         for name, value in trajectory.metrics.items():
             is_reserved = name in OWN_METRICS or name.startswith(OWN_PREFIXES)
             add(f"env/{name}" if is_reserved else name, Partial("mean", value))
@@ -72,6 +77,18 @@ class WorkerMetrics:
         add = self._adder(kind, tag)
         add("reward_s", Partial("mean", seconds))
         add("reward_max_s", Partial("max", seconds))
+
+    def group_scored(
+        self, tag: str, members: Sequence[GroupMember], additions: Sequence[Addition], seconds: float
+    ) -> None:
+        """Count the rewards of a whole group."""
+        add = self._adder(EpisodeKind.TRAIN, tag)
+        add("group_reward_s", Partial("mean", seconds))
+        add("group_reward_max_s", Partial("max", seconds))
+        for member, addition in zip(members, additions, strict=True):
+            add("reward", Partial("mean", member.own_reward + addition.score))
+            for name, value in addition.metrics.items():
+                add(name, Partial("mean", value))
 
     def submitted(self, kind: EpisodeKind, tag: str, result: str) -> None:
         """Count the buffer's response."""

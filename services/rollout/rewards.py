@@ -3,19 +3,20 @@
 Invariant: an episode without a value of each reward of its tag fails by reason, unless an error ended it.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from msgspec import structs
 
 from offbeat.envs.dataset.files import read_field
 from offbeat.envs.registry import GROUND_TRUTH
+from offbeat.services.buffer.members import Addition
 from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.messages.types import EpisodeKind, StopReason, Trajectory
 from offbeat.services.reward.config import COLUMN, RewardsConfig
 from offbeat.services.reward.function import MAX_HUNG_THREADS
 from offbeat.services.reward.kinds.config import RewardConfig
-from offbeat.services.reward.sample import RewardSample
+from offbeat.services.reward.sample import GroupMember, GroupSample, RewardSample, as_member
 from offbeat.services.reward.scorer import RewardScorer
 from offbeat.services.rollout.data.config import DataConfig
 from offbeat.services.rollout.data.prompts import PromptSource
@@ -39,6 +40,12 @@ class DatasetColumns:
         return read_field(content, config.ground_truth_key), {k: v for k, v in content.items() if k not in used}
 
 
+class ScoredEpisode(NamedTuple):
+    trajectory: Trajectory
+    member: GroupMember | None = None
+    """What rewards of its group are to compare before the trajectory has its score; None: it has it."""
+
+
 class EpisodeRewards:
     def __init__(
         self, config: RewardsConfig, scorer: RewardScorer, chat: ChatFormat, columns: DatasetColumns | None = None
@@ -53,23 +60,42 @@ class EpisodeRewards:
         """Return what an episode of the tag is to fill for `add`; None: no reward scores it."""
         return Transcript() if self._columns is not None or self._config.of_tag(tag) else None
 
-    async def add(self, trajectory: Trajectory, kind: EpisodeKind, transcript: Transcript) -> Trajectory:
+    async def add(self, trajectory: Trajectory, kind: EpisodeKind, transcript: Transcript) -> ScoredEpisode:
         """Return a copy with the score on its last turn, and each reward as a metric; unscored without a last answer.
+
+        The score of a training episode whose tag has rewards of a group waits for these, which `compare` gives.
 
         Raises:
             RewardError: a reward failed.
         """
         if not trajectory.turns:
-            return trajectory
+            return ScoredEpisode(trajectory)
         if trajectory.stop_reason is StopReason.ERROR:  # its last answer is what made the env or agent fail
             failure = self._success(trajectory, transcript, {})
-            return structs.replace(trajectory, metrics={**trajectory.metrics, **failure})
-        values = await self._scorer.score(self._sample(trajectory, kind, transcript))
+            return ScoredEpisode(structs.replace(trajectory, metrics={**trajectory.metrics, **failure}))
+        sample = self._sample(trajectory, kind, transcript)
+        values = await self._scorer.score(sample)
+        metrics = {**trajectory.metrics, **_columns(values), **self._success(trajectory, transcript, values)}
+        if kind is EpisodeKind.TRAIN and self._scorer.group_names(trajectory.tag):
+            member = as_member(sample, values, trajectory.reward)
+            return ScoredEpisode(structs.replace(trajectory, metrics=metrics), member)
         *earlier, last = trajectory.turns
         scored = last._replace(reward=last.reward + self._scorer.combine(values))
-        columns = {f"{COLUMN}{name}": value for name, value in values.items()}
-        metrics = {**trajectory.metrics, **columns, **self._success(trajectory, transcript, values)}
-        return structs.replace(trajectory, turns=(*earlier, scored), metrics=metrics)
+        return ScoredEpisode(structs.replace(trajectory, turns=(*earlier, scored), metrics=metrics))
+
+    async def compare(self, members: Sequence[GroupMember], number: int) -> list[Addition]:
+        """Return what each member's trajectory lacks: the whole score, and the group's rewards as metrics.
+
+        number: of the group, which seeds what is random.
+
+        Raises:
+            RewardError: a reward failed.
+        """
+        compared = await self._scorer.score_group(GroupSample(members, number))
+        return [
+            Addition(self._scorer.combine({**member.rewards, **values}), _columns(values))
+            for member, values in zip(members, compared, strict=True)
+        ]
 
     @property
     def num_hung(self) -> int:
@@ -104,8 +130,13 @@ class EpisodeRewards:
         """
         first = self._first(trajectory.tag)
         is_cut = trajectory.stop_reason is not StopReason.TERMINATED or transcript.has_left_env
+        is_bounded = first.is_share and not first.is_of_group
         is_envs = self._columns is None and (is_cut or SUCCESS in trajectory.metrics)
-        return {SUCCESS: float(values.get(first.name, 0.0) >= 1)} if first.is_share and not is_envs else {}
+        return {SUCCESS: float(values.get(first.name, 0.0) >= 1)} if is_bounded and not is_envs else {}
 
     def _first(self, tag: str) -> RewardConfig:
         return self._config.of_tag(tag)[0]
+
+
+def _columns(values: Mapping[str, float]) -> dict[str, float]:
+    return {f"{COLUMN}{name}": value for name, value in values.items()}

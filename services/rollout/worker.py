@@ -14,23 +14,26 @@ from typing import Any, Protocol
 from msgspec import structs
 
 from offbeat.services.awake_clock import AwakeClock
-from offbeat.services.buffer.api import ClaimLimits, RolloutBuffer
+from offbeat.services.buffer.api import ClaimLimits, RolloutBuffer, SubmitResult
 from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.errors import EpisodeError, MeshError
 from offbeat.services.generation.client import GenerationClient
 from offbeat.services.log_format import set_task_log_fields
 from offbeat.services.messages.types import EpisodeKind, EpisodeTask, Trajectory
 from offbeat.services.retry import retry_until_answered
+from offbeat.services.reward.sample import encode_sample
 from offbeat.services.rollout.config import WorkerSettings
 from offbeat.services.rollout.data.prompts import PromptSource
 from offbeat.services.rollout.data.source import DATASET_KEY, DataSource
 from offbeat.services.rollout.episode_limit import EpisodeLimit
 from offbeat.services.rollout.episodes.transcript import Transcript
+from offbeat.services.rollout.group_scoring import GroupScoring
 from offbeat.services.rollout.metrics import WorkerMetrics
 from offbeat.services.rollout.outcomes import EpisodeOutcomes, key_of
 from offbeat.services.rollout.player import EpisodePlayer
-from offbeat.services.rollout.rewards import EpisodeRewards
+from offbeat.services.rollout.rewards import EpisodeRewards, ScoredEpisode
 from offbeat.services.rollout.slots import Slot, SlotPool
+from offbeat.services.rollout.tasks import Task
 from offbeat.services.rollout.wait_status import CpuShare, Wait, Waiting, Waits
 from offbeat.services.telemetry import MetricRecord
 from offbeat.services.weights.replica_reports import ReplicaLoad
@@ -97,6 +100,7 @@ class EnvWorker:
         self._rewards = rewards
         self._waits = Waits()
         self._reporter = WorkerMetrics(worker_id)
+        self._scoring = None if rewards is None else GroupScoring(worker_id, buffer, rewards, self._reporter)
         self._player = EpisodePlayer(
             settings,
             worker_id,
@@ -323,13 +327,7 @@ class EnvWorker:
             tag = self._player.eval_tag(task)
             env_task = await self._player.find_task(task)
             tag = env_task.tag
-            transcript = None if self._rewards is None else self._rewards.begin(tag)
-            trajectory = await self._player.make_trajectory(task, env_task, waiting, transcript)
-            if self._rewards is not None and transcript is not None:
-                trajectory = await self._score(self._rewards, trajectory, transcript, task, slot, waiting)
-            waiting.enter(Wait.BUFFER)
-            await slot.finish_and_wait_for_flush()
-            result = await retry_until_answered(lambda: self._buffer.submit(self._worker_id, task, trajectory))
+            result = await self._play_or_score(task, env_task, slot, waiting)
         except asyncio.CancelledError:
             if not self._ended.is_set():  # on shutdown it is returned
                 self._reporter.cancelled(task.kind, tag)
@@ -342,9 +340,27 @@ class EnvWorker:
             self._outcomes.failed(DATASET_KEY if self._player.is_row(task) else key_of(error, tag), error)
             await retry_until_answered(lambda: self._buffer.fail(self._worker_id, task, reason))
         else:
-            self._outcomes.finished()
-            self._reporter.finished(task.kind, trajectory)
             self._reporter.submitted(task.kind, tag, result.value)
+
+    async def _play_or_score(self, task: EpisodeTask, env_task: Task, slot: Slot, waiting: Waiting) -> SubmitResult:
+        """Submit an episode, or the rewards of a group; raises EpisodeError."""
+        if task.is_scoring:
+            assert self._scoring is not None, "groups wait for rewards"
+            result = await self._scoring.run(task, env_task.tag, slot, waiting)
+            self._outcomes.finished()
+            return result
+        transcript = None if self._rewards is None else self._rewards.begin(env_task.tag)
+        trajectory, member = await self._player.make_trajectory(task, env_task, waiting, transcript), None
+        if self._rewards is not None and transcript is not None:
+            trajectory, member = await self._score(self._rewards, trajectory, transcript, task, slot, waiting)
+        sample = b"" if member is None else encode_sample(member)
+        waiting.enter(Wait.BUFFER)
+        await slot.finish_and_wait_for_flush()
+        result = await retry_until_answered(lambda: self._buffer.submit(self._worker_id, task, trajectory, sample))
+        if member is None:  # else the group's rewards tell whether it can be trained
+            self._outcomes.finished()
+        self._reporter.finished(task.kind, trajectory, is_scored=member is None)
+        return result
 
     async def _score(
         self,
@@ -354,12 +370,12 @@ class EnvWorker:
         task: EpisodeTask,
         slot: Slot,
         waiting: Waiting,
-    ) -> Trajectory:
+    ) -> ScoredEpisode:
         """Return the episode with its rewards, lending its slot; raises RewardError."""
         slot.lend()
         waiting.enter(Wait.REWARD)
         began = time.monotonic()
-        scored = await rewards.add(trajectory, task.kind, transcript)
+        scored, member = await rewards.add(trajectory, task.kind, transcript)
         seconds = time.monotonic() - began
         self._reporter.scored(task.kind, trajectory.tag, seconds)
-        return structs.replace(scored, duration_s=scored.duration_s + seconds)
+        return ScoredEpisode(structs.replace(scored, duration_s=scored.duration_s + seconds), member)

@@ -196,7 +196,8 @@ async def answer_row(
         task = EpisodeTask(EpisodeKind.TRAIN, str(row), row, index, 0, 0)
         transcript = Transcript()
         plan = EpisodePlan(task, "see", row, env, 256, sampling, True, "w", prompt, transcript=transcript)
-        return await rewards.add(await play(plan, runner, traits, sample, chat), EpisodeKind.TRAIN, transcript)
+        played = await play(plan, runner, traits, sample, chat)
+        return (await rewards.add(played, EpisodeKind.TRAIN, transcript)).trajectory
 
     played = await asyncio.gather(*(play_one(index) for index in range(8)))
     return Group(f"{row}-0", str(row), row, "see", version, 0, tuple(played))

@@ -7,6 +7,7 @@ from offbeat.deploy.config.checks.prompts import OnStep
 from offbeat.deploy.config.checks.row_images import check_images, read_rows
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.reward.checks import find_problems
+from offbeat.services.reward.kinds.model_config import LlmJudgeConfig
 from offbeat.services.rollout.data.config import DataConfig
 from offbeat.services.rollout.data.interleaving import Interleaving
 from offbeat.services.rollout.data.prompts import DomainRows
@@ -56,6 +57,7 @@ def check_rlvr(config: RunConfig) -> Iterator[ConfigIssue]:
                           "kind: math_rule}")  # fmt: skip
         return
     yield from _check_combination(config)
+    yield from _check_groups(config)
     try:
         config.scoring.check_tags(_tags(config))
     except ValueError as error:
@@ -97,6 +99,7 @@ def _check_episodes(config: RunConfig) -> Iterator[ConfigIssue]:
             yield ConfigIssue("combine", f"{config.combine} has no effect without rewards: name some, or leave it out")
         return
     yield from _check_combination(config)
+    yield from _check_groups(config)
     for index, reward in enumerate(config.rewards):
         if reward.kind in ROW_KINDS:
             message = (
@@ -114,6 +117,26 @@ def _check_combination(config: RunConfig) -> Iterator[ConfigIssue]:
     if config.adv_estimator in DECOUPLED and config.combine != "weighted":
         yield ConfigIssue("combine", f"adv_estimator gdpo adds the rewards by weight: take weighted in place of "
                           f"{config.combine}, or adv_estimator grpo")  # fmt: skip
+
+
+def _check_groups(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield rewards that would have no members to compare, or a greedy one among them."""
+    size = config.train_env_manager.group_size
+    for index, reward in enumerate(config.rewards):
+        if not reward.is_of_group:
+            continue
+        if size < 2:
+            message = "it compares the members of a group: take a train_env_manager.group_size of at least 2"
+            yield ConfigIssue(f"rewards.{index}.scope", message)
+        elif config.num_baselines:
+            message = (
+                f"adv_estimator {config.adv_estimator} needs the reward of a greedy episode, which is none of the group's "
+                "members: take another, such as rloo"
+            )
+            yield ConfigIssue(f"rewards.{index}.scope", message)
+        elif isinstance(reward, LlmJudgeConfig) and (reward.num_partners or 0) >= size:
+            message = f"a group of {size} has {size - 1} others: take at most these, or leave it out for all"
+            yield ConfigIssue(f"rewards.{index}.num_partners", message)
 
 
 def _tags(config: RunConfig) -> list[str]:

@@ -1,4 +1,5 @@
--- Hand out episodes: evaluations first, then what was given back, then members of groups, admitting new ones as needed.
+-- Hand out episodes: evaluations first, then what was given back and groups to score, then members of groups, admitting new
+-- ones as needed.
 --
 -- ARGV     1 worker, 2 its session, 3 nonce, 4 how many at most, 5 of groups' members, 6 of evaluations
 -- Returns  {doorbell position, msgpack of {unit, member, attempt, min_version, sampling, temperature or nothing} ..., or
@@ -15,7 +16,11 @@ local reply, claims = {}, {}
 -- `settings` of the unit: {sampling, temperature, members, baselines}
 local function answer(unit, index, attempts, version, settings)
   local sampling, temperature, members, baselines = unpack(settings)
-  if is_baseline(index, members, baselines) then sampling, temperature = 'greedy', nil end
+  if is_scoring(index, members) then
+    sampling, temperature = 'scoring', nil
+  elseif is_baseline(index, members, baselines) then
+    sampling, temperature = 'greedy', nil
+  end
   reply[#reply + 1] = {unit, tonumber(index), tonumber(attempts), tonumber(version), sampling, temperature or ''}
 end
 

@@ -3,8 +3,8 @@
 -- ARGV     1 scorer, 2 key of the score, 3 milliseconds until others may claim the group, 4 number of a group to renew the
 --          claim of (empty: claim), 5 field that marks a group as skipped: the key, or one of the key and a selection
 -- Returns  claim: how many groups are known to have no such score, claimed ones included, and of the one that was claimed, if any: number,
---          entry id, version at admission, temperature or nothing, msgpack of {member, blob, ...}. Renewal: 1, or 0 if the
---          group is gone or another's.
+--          entry id, version at admission, temperature or nothing, msgpack of {member, blob, +member, addition, ...}. Renewal:
+--          1, or 0 if the group is gone or another's.
 -- Invariants  a scorer gets the group that it holds again, unless an older one became free, so a lost reply can be requested
 --          again and a restarted scorer continues; claims and scores go with their group's trajectories, so none outlives it;
 --          an entry is examined once per field, so the cost does not grow with the scored groups that wait for a checkpoint.
@@ -84,6 +84,6 @@ local blobs, members = blobs_key('t:' .. number), {}
 hold(blobs)
 local flat = redis.call('HGETALL', blobs)
 for i = 1, #flat, 2 do
-  if string.match(flat[i], '^%d+$') then members[#members + 1], members[#members + 2] = flat[i], flat[i + 1] end
+  if string.match(flat[i], '^%+?%d+$') then members[#members + 1], members[#members + 2] = flat[i], flat[i + 1] end
 end
 return {num_missing, tonumber(number), entry[1], tonumber(version), temperature or '', cmsgpack.pack(members)}

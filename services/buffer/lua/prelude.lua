@@ -16,9 +16,12 @@
 --                             them that are done), spared (cancelled while others run), done, failed, version,
 --                             sampling, temperature; per member i: o<i> owner, c<i> version at its claim,
 --                             a<i> attempts that failed, x<i> worker and time of its last failure, s<i> oldest version that was
---                             submitted, d<i> reason of its final failure; task: drawn by a sampler
+--                             submitted, d<i> reason of its final failure, p<i> sample that rewards of the whole group compare;
+--                             scoring: its members are there and these rewards are not, which are one more member, of number
+--                             `members`; task: drawn by a sampler
 --   blobs:<unit>      hash    member -> trajectory; of a group until it is acknowledged or dropped. Of a complete group also
---                             <role>@<digest> -> score, and ?<role>@<digest> -> the scorer that has claimed it, and until when
+--                             <role>@<digest> -> score, ?<role>@<digest> -> the scorer that has claimed it, and until when, and
+--                             +<member> -> what the rewards of the whole group add to the member's trajectory
 --   scored            stream  groups that were scored, trimmed
 --   scanned           hash    key of a score -> newest entry id of the stream that `unscored` takes into account
 --   unscored:<key>    zset    entries up to that one which may lack the score -> their order
@@ -73,6 +76,7 @@ local function bell_key(worker) return ROOT .. ':bell:' .. worker end
 local function is_group(unit) return string.sub(unit, 1, 1) == 't' end
 local function queue_of(unit) return is_group(unit) and QUEUE_TRAIN or QUEUE_EVAL end
 local function is_baseline(index, members, baselines) return tonumber(index) >= members - (baselines or 0) end
+local function is_scoring(index, members) return tonumber(index) == tonumber(members) end
 local function split_token(token) return string.match(token, '^(.*):(%d+)$') end
 
 -- Identity of this server's process: another one may hold older data.
@@ -187,7 +191,8 @@ end
 -- Free every member that is still queued or claimed; workers learn of it from their next heartbeat.
 local function vacate(unit, members)
   local meta = meta_key(unit)
-  for i = 0, members - 1 do
+  local last = redis.call('HEXISTS', meta, 'scoring') == 1 and members + 0 or members - 1
+  for i = 0, last do
     local owner, submitted, failed = unpack(redis.call('HMGET', meta, 'o' .. i, 's' .. i, 'd' .. i))
     local token = unit .. ':' .. i
     if owner then
@@ -208,6 +213,16 @@ local function end_group(unit, members, outcome, reason)
   ring(outcome)
 end
 
+-- Move a complete group to the stream.
+local function enter_stream(unit, version, temperature)
+  local number = string.sub(unit, 3)
+  redis.call('XADD', STREAM, '*', 'n', number, 'v', version, 't', temperature or '')
+  redis.call('DEL', meta_key(unit))
+  redis.call('ZREM', ASSEMBLING, number)
+  redis.call('HINCRBY', LEDGER, 'submitted', 1)
+  record(number, 'submitted', version)
+end
+
 -- Requeue a claimed member. `reason` counts an attempt, nil does not.
 local function give_back(unit, index, owner, limits, reason, now)
   local meta, token = meta_key(unit), unit .. ':' .. index
@@ -223,7 +238,7 @@ local function give_back(unit, index, owner, limits, reason, now)
       local size, members, done, baselines = unpack(redis.call('HMGET', meta, 'size', 'members', 'done', 'baselines'))
       if not is_group(unit) then
         if done + failed == tonumber(members) then ring('eval') end
-      elseif members - failed < tonumber(size) or is_baseline(index, members, baselines) then
+      elseif members - failed < tonumber(size) or is_baseline(index, members, baselines) or is_scoring(index, members) then
         end_group(unit, tonumber(members), 'failed', reason)
       end
       return

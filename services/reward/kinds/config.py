@@ -9,6 +9,8 @@ from offbeat.envs.config import Config
 from offbeat.envs.parsing import compile_pattern
 from offbeat.envs.sandbox import Limits
 
+Scope = Literal["episode", "group"]
+
 
 class RewardConfig(Config):
     """What every kind has."""
@@ -44,6 +46,11 @@ class RewardConfig(Config):
     @property
     def gpus_per_replica(self) -> int:
         return 0
+
+    @property
+    def is_of_group(self) -> bool:
+        """Return whether it compares the members of a group."""
+        return False
 
 
 class _PatternConfig(RewardConfig):
@@ -126,9 +133,15 @@ class UserFunctionConfig(RewardConfig):
 
     is_share: ClassVar[bool] = False
     kind: Literal["function"]
+    scope: Scope = "episode"
+    """`group`: `def score(samples, **args) -> list[float]` of a group's members (`GroupMember`), a number for each."""
     path: str
     """`module:function`."""
     args: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
+
+    @property
+    def is_of_group(self) -> bool:
+        return self.scope == "group"
 
     @field_validator("path")
     @classmethod

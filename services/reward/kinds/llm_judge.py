@@ -2,13 +2,16 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, cast
+
+import numpy as np
 
 from offbeat.services.reward.errors import Failure, RewardError
+from offbeat.services.reward.function import SampleT, ValueT
 from offbeat.services.reward.kinds.http import JsonClient
-from offbeat.services.reward.kinds.judge_verdicts import Question, build_verdict
+from offbeat.services.reward.kinds.judge_verdicts import Question, Verdict
 from offbeat.services.reward.kinds.model_config import LlmJudgeConfig
-from offbeat.services.reward.sample import RewardSample, final_text, images_of
+from offbeat.services.reward.sample import final_text, images_of
 
 
 class JudgeClient(Protocol):
@@ -25,11 +28,11 @@ class JudgeClient(Protocol):
     async def close(self) -> None: ...
 
 
-class LlmJudge:
-    def __init__(self, config: LlmJudgeConfig) -> None:
+class LlmJudge(Generic[SampleT, ValueT]):
+    def __init__(self, config: LlmJudgeConfig, verdict: Verdict[SampleT, ValueT]) -> None:
         """Raises ValueError without the key's variable, or a usable model."""
         self._config = config
-        self._verdict = build_verdict(config)
+        self._verdict = verdict
         self._client = _open_client(config)
 
     async def start(self) -> None:
@@ -39,15 +42,15 @@ class LlmJudge:
     async def check(self) -> None:
         await self._client.check()
 
-    async def score(self, sample: RewardSample) -> float:
+    async def score(self, sample: SampleT) -> ValueT:
         questions = self._verdict.ask(sample)
         values = await asyncio.gather(*(self._answer(question, sample) for question in questions))
-        return sum(values) / len(values)
+        return cast(ValueT, np.mean(values, axis=0).tolist())
 
     async def close(self) -> None:
         await self._client.close()
 
-    async def _answer(self, question: Question, sample: RewardSample) -> float:
+    async def _answer(self, question: Question, sample: SampleT) -> ValueT:
         c = self._config
         system = [] if c.system_prompt is None else [{"role": "system", "content": c.system_prompt}]
         images = images_of(sample.prompt) if c.sees_images else []

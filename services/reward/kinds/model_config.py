@@ -8,9 +8,13 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 from offbeat.envs.config import Config
 from offbeat.services.devices import DeviceMapping
 from offbeat.services.generation.config import AttentionName, Dtype, VllmConfig
-from offbeat.services.reward.kinds.config import RewardConfig
+from offbeat.services.reward.kinds.config import RewardConfig, Scope
 
 _ENGINE_KEYS = ("model_args", "strategy_args", "device", "device_mapping", "kv_cache_gib")
+_COMPARED = {"pairs": ("response_a", "response_b"), "ranking": ("responses",)}
+"""Placeholders of a group's answers."""
+_VERDICT_KEYS = ("verdict", "max_score", "criteria", "rubric_key", "compared_key")
+_GROUP_KEYS = ("compare", "num_partners")
 _API_KEYS = ("model", "api_key_env", "extra_body", "sees_images")
 
 
@@ -92,6 +96,16 @@ class LlmJudgeConfig(ModelRewardConfig):
     """KV cache of the engine on a CPU, GiB."""
     api_key_env: str | None = None
     """Environment variable with the API's key."""
+    scope: Scope = "episode"
+    """`group`: the judge compares the answers of a group; the value is the share of the others that an answer beats, a tie
+    counting half.
+    """
+    compare: Literal["pairs", "ranking"] = "pairs"
+    """With `scope: group`. `pairs`: which of two answers is better, asked in both orders (a contradiction is a tie).
+    `ranking`: the order of all answers, shown shuffled, in one call.
+    """
+    num_partners: int | None = Field(default=None, ge=1)
+    """With `compare: pairs`, answers that each is compared with, drawn by the group's number; None: all others."""
     verdict: Literal["score", "yes_no", "pairwise", "rubric"] = "score"
     """Form of the verdict; each value is between 0 and 1.
 
@@ -99,8 +113,9 @@ class LlmJudgeConfig(ModelRewardConfig):
     asked in both orders (a contradiction is 0.5). `rubric`: a number per criterion, averaged by weight.
     """
     template: str | None = None
-    """The question, with `{prompt}`, `{response}` (`pairwise`: `{response_a}`, `{response_b}`), `{ground_truth}` and
-    `{criteria}` (`rubric`). The form of the answer is added. None: a general one.
+    """The question, with `{prompt}`, `{response}` (`pairwise` and pairs of a group: `{response_a}`, `{response_b}`; a
+    ranking: `{responses}`), `{ground_truth}` and `{criteria}` (`rubric`). The form of the answer is added. None: a general
+    one.
     """
     system_prompt: str | None = None
     sees_images: bool = False
@@ -120,6 +135,10 @@ class LlmJudgeConfig(ModelRewardConfig):
     @property
     def gpus_per_replica(self) -> int:
         return self.strategy_args.strategy_config.world_size if self.device == "cuda" else 0
+
+    @property
+    def is_of_group(self) -> bool:
+        return self.scope == "group"
 
     @property
     def model_folder(self) -> Path | None:
@@ -144,14 +163,31 @@ class LlmJudgeConfig(ModelRewardConfig):
             if not self.num_replicas:
                 raise ValueError("num_replicas: a judge with a model of its own needs at least 1")
             unused, where = _API_KEYS, "a judge with a model of its own"
-        for key in unused:
-            if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
-                raise ValueError(f"{key} has no effect with {where}: leave it out")
+        self._refuse_changes(unused, where)
         return self
 
     @model_validator(mode="after")
+    def _has_one_scope(self) -> "LlmJudgeConfig":
+        if not self.is_of_group:
+            self._refuse_changes(_GROUP_KEYS, "scope: episode")
+        else:
+            self._refuse_changes(_VERDICT_KEYS, "scope: group, whose answers are compared by `compare`")
+        if self.compare == "ranking" and self.num_partners is not None:
+            raise ValueError("num_partners has no effect with compare: ranking, which compares all: leave it out")
+        return self
+
+    def _refuse_changes(self, keys: tuple[str, ...], where: str) -> None:
+        for key in keys:
+            if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
+                raise ValueError(f"{key} has no effect with {where}: leave it out")
+
+    @model_validator(mode="after")
     def _shows_the_response(self) -> "LlmJudgeConfig":
-        names = ("response_a", "response_b") if self.verdict == "pairwise" else ("response",)
+        names = ("response",)
+        if self.is_of_group:
+            names = _COMPARED[self.compare]
+        elif self.verdict == "pairwise":
+            names = _COMPARED["pairs"]
         missing = [name for name in names if self.template is not None and f"{{{name}}}" not in self.template]
         if missing:
             raise ValueError(f"template has no {{{missing[0]}}}: the judge would not see the response")

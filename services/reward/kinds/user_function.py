@@ -1,23 +1,46 @@
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic
 
 from offbeat.envs.class_path import load_object
 from offbeat.services.reward.errors import Failure, RewardError
-from offbeat.services.reward.function import RewardFunction, ThreadedFunction, read_number
+from offbeat.services.reward.function import (
+    GroupFunction,
+    RewardFunction,
+    SampleT,
+    ThreadedFunction,
+    ValueT,
+    read_number,
+    read_numbers,
+)
 from offbeat.services.reward.kinds.config import UserFunctionConfig
-from offbeat.services.reward.sample import RewardSample
 
 
 def build_user_function(config: UserFunctionConfig) -> RewardFunction:
     """Build the function, `async` or plain; raises ValueError if there is none that takes `args`."""
+    return _build(config, lambda sample: sample, lambda value, _: read_number(value, config.path))
+
+
+def build_user_group_function(config: UserFunctionConfig) -> GroupFunction:
+    """Build a function of a group's members; raises as `build_user_function`."""
+    return _build(
+        config,
+        lambda sample: list(sample.members),
+        lambda value, sample: read_numbers(value, len(sample.members), config.path),
+    )
+
+
+def _build(
+    config: UserFunctionConfig, argument: Callable[[SampleT], Any], read: Callable[[Any, SampleT], ValueT]
+) -> RewardFunction[SampleT, ValueT]:
+    """argument: what the function takes of a sample; read: its result for a sample."""
     function = _load(config)
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        return _AsyncFunction(function, config)
+        return _AsyncFunction(function, config, argument, read)
 
-    def score(sample: RewardSample) -> float:
+    def score(sample: SampleT) -> ValueT:
         try:
-            return _read(function(sample, **config.args), config)
+            return _read(function(argument(sample), **config.args), sample, read)
         except RewardError:
             raise
         except Exception as error:  # user code raises anything
@@ -28,6 +51,7 @@ def build_user_function(config: UserFunctionConfig) -> RewardFunction:
 
 def _load(config: UserFunctionConfig) -> Callable[..., Any]:
     name = f"reward {config.name!r}: {config.path}"
+    takes = "a list of samples" if config.is_of_group else "a sample"
     try:
         function = load_object(config.path)
     except Exception as error:  # a user's module may raise anything
@@ -41,18 +65,27 @@ def _load(config: UserFunctionConfig) -> Callable[..., Any]:
     try:
         signature.bind(None, **config.args)
     except TypeError as error:
-        raise ValueError(f"{name} can't be called with a sample and `args`: {error}") from error
+        raise ValueError(f"{name} can't be called with {takes} and `args`: {error}") from error
     return function
 
 
-class _AsyncFunction:
-    def __init__(self, function: Callable[..., Any], config: UserFunctionConfig) -> None:
+class _AsyncFunction(Generic[SampleT, ValueT]):
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        config: UserFunctionConfig,
+        argument: Callable[[SampleT], Any],
+        read: Callable[[Any, SampleT], ValueT],
+    ) -> None:
         self._function = function
         self._config = config
+        self._argument = argument
+        self._result = read
 
-    async def score(self, sample: RewardSample) -> float:
+    async def score(self, sample: SampleT) -> ValueT:
         try:
-            return _read(await self._function(sample, **self._config.args), self._config)
+            value = await self._function(self._argument(sample), **self._config.args)
+            return _read(value, sample, self._result)
         except RewardError:
             raise
         except Exception as error:  # user code raises anything
@@ -61,9 +94,9 @@ class _AsyncFunction:
     async def close(self) -> None: ...
 
 
-def _read(value: Any, config: UserFunctionConfig) -> float:
+def _read(value: Any, sample: SampleT, read: Callable[[Any, SampleT], ValueT]) -> ValueT:
     try:
-        return read_number(value, config.path)
+        return read(value, sample)
     except RewardError as error:  # another attempt would not mend it
         raise RewardError(Failure.ERROR, error.detail) from None
 

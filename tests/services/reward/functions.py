@@ -2,8 +2,9 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 
-from offbeat.services.reward.sample import RewardSample
+from offbeat.services.reward.sample import GroupMember, RewardSample
 
 
 def length(sample: RewardSample, scale: float = 1.0) -> float:
@@ -43,3 +44,17 @@ NUMBER = 3
 def sleep_as_told(sample: RewardSample) -> float:
     time.sleep(float(sample.response))
     return 1.0
+
+
+def shortness(samples: Sequence[GroupMember], scale: float = 1.0) -> list[float]:
+    return [scale / len(sample.response) for sample in samples]
+
+
+async def gap_to_best(samples: Sequence[GroupMember]) -> list[float]:
+    """The distance to the group's best `length` and own reward."""
+    totals = [sample.rewards.get("length", 0.0) + sample.own_reward for sample in samples]
+    return [total - max(totals) for total in totals]
+
+
+def answers_of_group(samples: Sequence[GroupMember]) -> object:
+    return {"few": [1.0], "number": 1.0, "text": "ab", "nan": [1.0, float("nan")]}[samples[0].response]

@@ -8,13 +8,18 @@ from pydantic import TypeAdapter
 from offbeat.services.reward.config import AnyReward
 from offbeat.services.reward.factory import build_function
 from offbeat.services.reward.function import RewardFunction
-from offbeat.services.reward.sample import RewardSample
+from offbeat.services.reward.sample import GroupSample, RewardSample, as_member
 
 ADAPTER: TypeAdapter[Any] = TypeAdapter(AnyReward)
 
 
 def sample(response: str, truth: Any = None, **fields: Any) -> RewardSample:
     return RewardSample([{"role": "user", "content": "Why?"}], response, ground_truth=truth, **fields)
+
+
+def group_of(*responses: str, seed: int = 0, **fields: Any) -> GroupSample:
+    members = [as_member(sample(response, **fields), {"length": float(len(response))}, 0.0) for response in responses]
+    return GroupSample(members, seed)
 
 
 def config_of(kind: str, **settings: Any) -> Any:

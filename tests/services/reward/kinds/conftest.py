@@ -17,15 +17,18 @@ class Service:
         self.headers: list[Any] = []
         self.paths: list[str] = []
         self.reply: Callable[[], Reply] = lambda: (200, b'{"score": 0.5}')
+        self.answer: Callable[[Any], Reply] = lambda _: self.reply()
+        """The reply to a request's body."""
         service = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
-                service.requests.append(json.loads(body))
+                asked = json.loads(body)
+                service.requests.append(asked)
                 service.headers.append(dict(self.headers))
                 service.paths.append(self.path)
-                status, content = service.reply()
+                status, content = service.answer(asked)
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()

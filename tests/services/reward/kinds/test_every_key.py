@@ -128,6 +128,8 @@ OF_A_MODEL = {
 """Shown by test_reward_model.py and tests/integration/test_judge_model.py."""
 OF_DEVICES = set(ModelRewardConfig.model_fields) - set(RewardConfig.model_fields)
 """Shown by tests/deploy/config/checks/test_devices.py."""
+OF_GROUPS = {"scope", "compare", "num_partners"}
+"""Shown by test_group_verdicts.py and test_comparison.py."""
 WITH_A_SERVICE = ("http", "nemo_gym", "llm_judge")
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
 
@@ -180,7 +182,7 @@ def test_every_key_of_every_reward_has_an_effect_that_is_shown() -> None:
     assert set(classes) - {"reward_model"} == set(OF_A_KIND)
     elsewhere = {*OF_EVERY_KIND, "kind"}
     for kind, config in classes.items():
-        own = set(config.model_fields) - elsewhere
+        own = set(config.model_fields) - elsewhere - OF_GROUPS
         if config in (LlmJudgeConfig, RewardModelConfig):
             own -= OF_A_MODEL | OF_DEVICES
         assert own == set(OF_A_KIND.get(kind, {})) - elsewhere, kind

@@ -93,7 +93,7 @@ async def answer(path: Path, chat: ChatFormat, row: int = 0, **data: Any) -> Tra
     columns = DatasetColumns(config, prompts)
     rewards = EpisodeRewards(scoring, make_scorer(scoring, local=True), chat, columns)
     try:
-        return await rewards.add(played, EpisodeKind.TRAIN, transcript)
+        return (await rewards.add(played, EpisodeKind.TRAIN, transcript)).trajectory
     finally:
         await rewards.close()
 
