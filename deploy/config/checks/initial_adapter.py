@@ -1,4 +1,4 @@
-"""Checks of the adapter that a run starts from."""
+"""Checks of the adapter that a run starts from, or resumes with."""
 
 import logging
 import math
@@ -6,12 +6,14 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from offbeat.deploy.config.checks.model import find_checkpoint
 from offbeat.deploy.config.checks.weight_files import weight_shapes
 from offbeat.deploy.config.defaults import scale_keys
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.generation.adapter_settings import ADAPTER_CONFIG
 from offbeat.services.generation.kv_cache import text_config
 from offbeat.services.generation.tenancy import read_architecture
+from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.config.adapter_files import AdapterError, AdapterFiles, read_adapter
 from offbeat.trainer.config.issue import ConfigIssue
 
@@ -24,7 +26,8 @@ NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def check_adapter(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield an adapter that can't be read, or that other keys contradict."""
+    """Yield an adapter that can't be read, or that other keys contradict, and keys that contradict a checkpoint's."""
+    yield from _check_resumed(config)
     args, folder = config.actor_train.model_args, Path(config.pretrain)
     if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
         yield ConfigIssue("pretrain", f"{folder} is a LoRA adapter: set pretrain to its base, and {KEY} to the adapter")
@@ -44,17 +47,38 @@ def check_adapter(config: RunConfig) -> Iterator[ConfigIssue]:
     except AdapterError as error:
         yield ConfigIssue(KEY, str(error))
         return
-    ours = {"lora_rank": args.lora_rank, "lora_alpha": args.adapter_alpha, "use_rslora": args.use_rslora}
-    for key, value in scale_keys(files).items():
-        if ours[key] != value:
-            shown = [str(each).lower() if isinstance(each, bool) else f"{each:g}" for each in (ours[key], value)]
-            yield ConfigIssue(
-                f"{ARGS}.{key}",
-                f"{shown[0]} contradicts the adapter {files.folder}, which has {shown[1]}: leave it out",
-            )
+    for key, own, other in _scale_differences(args, files):
+        yield ConfigIssue(
+            f"{ARGS}.{key}", f"{own} contradicts the adapter {files.folder}, which has {other}: leave it out"
+        )
     yield from _check_layers(config, files)
     if files.base and Path(files.base).name not in config.pretrain.replace("--", "/").split("/"):
         logger.warning("%s was trained on %s, and pretrain is %s", files.folder, files.base, config.pretrain)
+
+
+def _check_resumed(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield another scale of adapters than the checkpoint's, which would change the policy at once."""
+    checkpoint, args = find_checkpoint(config), config.actor_train.model_args
+    if checkpoint is None or not args.has_adapters:
+        return
+    try:
+        files = read_adapter(checkpoint / "adapter")
+    except AdapterError:
+        return  # of a build that saved none, or of a run without adapters, which the learner refuses
+    for key, own, other in _scale_differences(args, files):
+        yield ConfigIssue(
+            f"{ARGS}.{key}",
+            f"{own}, and the adapters of the checkpoint {checkpoint} were trained with {other}: take that",
+        )
+
+
+def _scale_differences(args: ModelArgs, files: AdapterFiles) -> Iterator[tuple[str, str, str]]:
+    """Yield the keys of an adapter's rank and scale that differ, the run's value and the adapter's."""
+    ours = {"lora_rank": args.lora_rank, "lora_alpha": args.adapter_alpha, "use_rslora": args.use_rslora}
+    for key, value in scale_keys(files).items():
+        if ours[key] != value:
+            own, other = (str(each).lower() if isinstance(each, bool) else f"{each:g}" for each in (ours[key], value))
+            yield key, own, other
 
 
 def _check_layers(config: RunConfig, files: AdapterFiles) -> Iterator[ConfigIssue]:

@@ -109,7 +109,7 @@ def check_model_split(config: RunConfig) -> Iterator[ConfigIssue]:
 
 def check_resumed_model(config: RunConfig) -> Iterator[ConfigIssue]:
     """Yield differences between model and checkpoint."""
-    checkpoint = _find_checkpoint(config)
+    checkpoint = find_checkpoint(config)
     if checkpoint is None:
         return
     try:
@@ -160,7 +160,8 @@ def check_weights(folder: Path) -> Iterator[ConfigIssue]:
         )
 
 
-def _find_checkpoint(config: RunConfig) -> Path | None:
+def find_checkpoint(config: RunConfig) -> Path | None:
+    """Return the local checkpoint that a run resumes from, if any."""
     resume = config.resume_from_checkpoint
     if isinstance(resume, Path):
         return resume

@@ -45,6 +45,21 @@ def test_keys_that_are_left_out_are_the_adapters(tmp_path: Path) -> None:
     assert issues(adapter, lora_rank=4, lora_alpha=12.0, use_rslora=True, lora_target="v_proj,self_attn.q_proj") == {}
 
 
+@pytest.mark.parametrize(("key", "value"), [("use_rslora", True), ("lora_alpha", 4.0), ("lora_rank", 8)])
+def test_a_resumed_runs_adapters_keep_their_scale(tmp_path: Path, key: str, value: Any) -> None:
+    """The factors of the checkpoint at another scale are another policy, which the run went on from without a word."""
+    write_adapter(tmp_path / "adapter")
+    trained = {"lora_target": "q_proj,v_proj", "lora_rank": 4, "lora_alpha": 12.0}
+
+    def found(**changes: Any) -> dict[str, str]:
+        args = {"actor_train": {"model_args": trained | changes}}
+        config = validate_tree({**args, "resume_from_checkpoint": str(tmp_path)})
+        return {issue.path: issue.message for issue in check_adapter(config)}
+
+    assert found() == {}
+    assert "the adapters of the checkpoint" in found(**{key: value})[f"{ARGS}.{key}"]
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
