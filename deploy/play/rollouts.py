@@ -196,17 +196,15 @@ async def _compare(
     rewards: EpisodeRewards, number: int, members: Mapping[int, GroupMember], result: EpisodeResult
 ) -> None:
     """Add the rewards that compare a group's members, or fail these."""
-    of_group = {t.index: t for t in result.trajectories if t.group_id == str(number) and t.index in members}
-    others = [t for t in result.trajectories if of_group.get(t.index) is not t]
     try:
-        additions = await rewards.compare(list(members.values()), number)
+        additions = dict(zip(members, await rewards.compare(list(members.values()), number), strict=True))
     except EpisodeError as error:
+        additions = {}
         for _ in members:
             result.add_failure(error)
-        scored = []
-    else:
-        scored = [add_to(of_group[index], each) for index, each in zip(members, additions, strict=True)]
-    result.trajectories = [*others, *scored]
+    of_group = [t for t in result.trajectories if t.group_id == str(number) and t.index in members]
+    others = [t for t in result.trajectories if not any(t is each for each in of_group)]
+    result.trajectories = [*others, *(add_to(t, additions[t.index]) for t in of_group if additions)]
 
 
 async def _play(

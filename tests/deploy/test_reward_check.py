@@ -75,6 +75,39 @@ def test_a_rewards_time_is_that_of_its_own_rows(tmp_path: Path):
     assert times["score"][1] == measured["slow"] > measured["format"]
 
 
+def test_rows_of_a_prompt_or_of_a_group_are_compared(tmp_path: Path):
+    config, data = tmp_path / "run.yaml", tmp_path / "answers.jsonl"
+    short = {"name": "short", "kind": "function", "scope": "group", "path": f"{FUNCTIONS}:shortness"}
+    gap = {"name": "gap", "kind": "function", "scope": "group", "path": f"{FUNCTIONS}:gap_to_best", "weight": 0.5}
+    length = {"name": "length", "kind": "function", "path": f"{FUNCTIONS}:length"}
+    config.write_text(yaml.safe_dump({"rewards": [short, gap, length]}))
+    rows: list[dict[str, Any]] = [
+        {"prompt": "1?", "response": "ab", "label": 1},
+        {"prompt": "2?", "response": "abcde"},
+        {"prompt": "1?", "response": "abcd", "label": 0},
+        {"prompt": "3?", "response": "a", "group": "g"},
+        {"prompt": "4?", "response": "abc", "group": "g"},
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = json.loads(run(config, data, "--json", exit_code=1))
+    means = {each["name"]: (each["num_scored"], each["mean"]) for each in report["rewards"]}
+    assert means["short"] == (4, pytest.approx((1 / 2 + 1 / 4 + 1 + 1 / 3) / 4))
+    assert means["gap"] == (4, -1.0)
+    assert means["score"] == (4, pytest.approx((1 / 2 + 1 / 4 + 1 + 1 / 3) / 4 - 0.5 + 10 / 4))
+    (failed,) = report["failed_rows"]
+    assert (failed["row"], "no other row has its prompt" in failed["failure"]) == (f"{data}:2", True)
+
+
+def test_a_failed_comparison_fails_the_rows_of_its_group(tmp_path: Path):
+    config, data = tmp_path / "run.yaml", tmp_path / "answers.jsonl"
+    odd = {"name": "odd", "kind": "function", "scope": "group", "path": f"{FUNCTIONS}:answers_of_group"}
+    config.write_text(yaml.safe_dump({"rewards": [odd]}))
+    rows = [{"prompt": "1?", "response": "few"}, {"prompt": "1?", "response": "b"}]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = json.loads(run(config, data, "--json", exit_code=1))
+    assert report["failures"] == {"reward_error": 2}
+
+
 def test_the_table(files: tuple[Path, Path]):
     config, data = files
     output = run(config, data, exit_code=1)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,34 @@ async def test_episodes_of_envs_are_scored_by_the_runs_rewards(tmp_path: Path):
         assert (trajectory.metrics["reward/left"], "reward/other" in trajectory.metrics) == (1.0, False)
         assert trajectory.turns[-1].reward >= 3.0 - 0.5
         assert all(turn.reward < 2.0 for turn in trajectory.turns[:-1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "group_size"), [(EpisodeKind.TRAIN, 2), (EpisodeKind.TRAIN, 1), (EpisodeKind.EVAL, 2)]
+)
+async def test_episodes_of_training_groups_are_compared(tmp_path: Path, kind: EpisodeKind, group_size: int):
+    path = "tests.services.reward.functions:gap_to_best"
+    gap = {"name": "gap", "kind": "function", "scope": "group", "path": path}
+    rewards = RewardsConfig.model_validate({"rewards": (gap,)}, strict=False).rewards
+    config = load_run(QUICKSTART, ["warm_start=null"]).model_copy(update={"rewards": rewards})
+    write_policy(config, tmp_path / "policy")
+    chat = load_chat_format(tmp_path / "policy")
+    answers = cycle([(*chat.encode(word), chat.end_id) for word in ("Left", "Right", "Down")])
+
+    async def sample(_: Sequence[int], __: int) -> Completion:
+        answer = next(answers)
+        return Completion("r", answer, (-0.5,) * len(answer), (VersionSpan(0, len(answer), 0),))
+
+    request = EpisodeRequest(4, group_size, kind, seed=1, concurrency=4)
+    result = await run_episodes(config, request, chat, sample, lambda _, __: None)
+    assert [(t.group_id, t.index) for t in result.trajectories] == [
+        (str(number // group_size), number % group_size) for number in range(4)
+    ]
+    is_compared = kind is EpisodeKind.TRAIN and group_size > 1
+    for first, second in zip(result.trajectories[::2], result.trajectories[1::2], strict=True):
+        gaps = [each.metrics.get("reward/gap") for each in (first, second)]
+        if not is_compared:
+            assert gaps == [None, None]
+            continue
+        own = [each.reward - each.metrics["reward/gap"] for each in (first, second)]
+        assert gaps == pytest.approx([own[0] - max(own), own[1] - max(own)])

@@ -243,3 +243,24 @@ def test_images_of_rows_are_shown_by_the_configured_template(tmp_path: Path):
     (tmp_path / "vision.jinja").write_text(FORGETTING)
     issues = refused(tmp_path, *model, f"chat_template={tmp_path / 'vision.jinja'}")
     assert "keeps earlier turns" in issues["chat_template"]
+
+
+def group_reward(**changes: object) -> str:
+    entry = {"name": "better", "kind": "llm_judge", "scope": "group", "url": "'http://a/v1'", "model": "m", **changes}
+    return f"rewards=[{{{', '.join(f'{key}: {value}' for key, value in entry.items())}}}]"
+
+
+def test_rewards_that_compare_need_members_to_compare(tmp_path: Path):
+    one = ("train_env_manager.group_size=1", "adv_estimator=reinforce", "~zero_variance", "~max_refill_ratio")
+    issues = refused(tmp_path, group_reward(), *one, "reward_normalization.method=identity")
+    assert "take a train_env_manager.group_size of at least 2" in issues["rewards.0.scope"]
+    remax = ("adv_estimator=remax", "reward_normalization.method=identity")
+    assert "needs the reward of a greedy episode" in refused(tmp_path, group_reward(), *remax)["rewards.0.scope"]
+    few = refused(tmp_path, group_reward(num_partners=8))
+    assert few["rewards.0.num_partners"] == "a group of 8 has 7 others: take at most these, or leave it out for all"
+    assert load(tmp_path, group_reward(num_partners=7)).rewards[0].is_of_group
+
+
+def test_what_a_judges_template_lacks_is_named(tmp_path: Path):
+    issues = refused(tmp_path, group_reward(compare="ranking", template="'{prompt}'"))
+    assert any("template has no {responses}" in message for message in issues.values()), issues
