@@ -27,6 +27,8 @@ from offbeat.services.generation.adapter_settings import ADAPTER_CONFIG
 from offbeat.services.generation.checkpoint_names import checkpoint_tensors
 from offbeat.trainer.models.export import copy_model_files, export_weights
 from offbeat.trainer.models.loading import policy_loader
+from offbeat.trainer.models.lora import base_paths
+from offbeat.trainer.models.quantization import QUANTIZATION_CONFIG, quantize, read_quantization
 
 ADAPTER = "adapter"
 """Folder of a checkpoint."""
@@ -100,6 +102,12 @@ def export_adapter(source: Path, out: Path, echo: Echo) -> None:
     echo(
         f"{out} holds the adapter of {checkpoint}; on {base} its logits differ from the merged weights' by {difference:.2g}."
     )
+    if (out / QUANTIZATION_CONFIG).is_file():
+        echo(
+            f"Its base is quantized: AutoModelForCausalLM.from_pretrained({str(base)!r}, quantization_config="
+            f"BitsAndBytesConfig(...)) with the keys of {out / QUANTIZATION_CONFIG}"
+        )
+        return
     rank = max(MIN_VLLM_RANK, 1 << (int(settings["r"]) - 1).bit_length())
     echo(f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules policy={out}")
 
@@ -196,7 +204,11 @@ def _has_experts(folder: Path) -> bool:
 
 
 def _load_adapted(base: Path, adapter: Path, dtype: str) -> Any:
-    return PeftModel.from_pretrained(_load(base, dtype), str(adapter)).eval()
+    model = PeftModel.from_pretrained(_load(base, dtype), str(adapter)).eval()
+    if (quantization := read_quantization(adapter)) is not None:
+        policy = model.get_base_model()
+        quantize(policy, base_paths(policy), quantization)
+    return model
 
 
 def _compare(one: Any, two: Any, folder: Path) -> float:

@@ -131,6 +131,8 @@ def _is_recurrent(config: RunConfig) -> bool:
 def _check_model(config: RunConfig) -> None:
     """Raise MeshError with the key if adapters, or the engine, do not support the base model."""
     infer = config.actor_infer
+    if config.actor_train.model_args.load_in_4bit:
+        raise MeshError("actor_train.model_args.load_in_4bit: a Tinker server's base is not quantized: leave it out")
     if has_vision(config):
         raise MeshError("pretrain: the policy has image input; adapters support text models only")
     for issue in check_packing(config):

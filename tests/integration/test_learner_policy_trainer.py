@@ -72,6 +72,10 @@ def assert_equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
 LORA = ("actor_train.model_args.lora_target=all-linear", *REFERENCE)
 MOVING = (*REFERENCE, "ref_model_sync_steps=2", "use_kl_loss=true", "kl_loss_coef=0.1", "kl_loss_type=full")
 BY_SHARE = ("ref_model_sync_steps=1", "ref_model_mixup_alpha=.1", "actor_train.model_args.dtype=bfloat16")
+FOUR_BITS = (*LORA, "warm_start=null", "actor_train.model_args.load_in_4bit=true")
+NESTED = (*FOUR_BITS, "actor_train.model_args.use_bnb_nested_quant=true", "actor_train.model_args.dtype=bfloat16")
+EIGHT_BIT_MOMENTS = ("actor_train.training_args.optim=adamw_8bit",)
+BFLOAT16 = ("actor_train.model_args.dtype=bfloat16",)
 STAGE_3 = ("actor_train.strategy_args.zero_stage=3",)
 VALUE_HEAD = (*CRITIC, "critic.backbone=policy", "critic_warmup=1")
 MEGATRON = ("actor_train.strategy_args.strategy_name=megatron_train", "actor_train.model_args.shared_prefix=true")
@@ -94,6 +98,11 @@ FSDP2 = ("actor_train.strategy_args.strategy_name=fsdp2_train", "actor_train.mod
         (*VALUE_HEAD, *LORA, *STAGE_3),
         (*VALUE_HEAD, *FSDP2),
         (*MEGATRON, *MOVING),
+        (*FOUR_BITS, *CRITIC),
+        (*NESTED, *EIGHT_BIT_MOMENTS),
+        EIGHT_BIT_MOMENTS,
+        (*EIGHT_BIT_MOMENTS, *BFLOAT16),
+        (*EIGHT_BIT_MOMENTS, *STAGE_3),
     ],
 )
 def test_a_trainer_brought_back_continues_exactly(tmp_path: Path, ranks: Ranks, overrides: tuple[str, ...]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from offbeat.trainer.config.roles import CriticModelType
 
 RATIO_FREE_LOSSES = ("vanilla", "gpg", "kimi15")
 """Losses that treat tokens as on-policy."""
+OPTIM = "actor_train.training_args.optim"
 ARCHITECTURES: dict[CriticModelType, str] = {
     "auto_sequence_classification": "ForSequenceClassification",
     "auto_token_classification": "ForTokenClassification",
@@ -46,6 +48,7 @@ def check_learner(config: LearnerConfig) -> Iterator[ConfigIssue]:
             f"adv_estimator {config.adv_estimator} has no critic: leave it out, or take adv_estimator gae",
         )
     yield from _check_float16(config)
+    yield from _check_optim(config)
     if config.model_update_frequency - 1 > config.max_staleness:
         frequency = config.model_update_frequency
         yield ConfigIssue(
@@ -77,6 +80,18 @@ def _check_float16(config: LearnerConfig) -> Iterator[ConfigIssue]:
             f"{half[0]}.model_args.dtype",
             "DeepSpeed can't train in float16 on this CPU: take bfloat16, strategy_args.strategy_name fsdp2_train, or a GPU",
         )
+
+
+def _check_optim(config: LearnerConfig) -> Iterator[ConfigIssue]:
+    optim, name = config.actor_train.training_args.optim, config.actor_train.strategy_args.strategy_name
+    if optim == "adamw_torch":
+        return
+    if name != "deepspeed_train":
+        yield ConfigIssue(
+            OPTIM, f"{name} trains with moments in float32 alone: leave {optim} out, or take deepspeed_train"
+        )
+    if find_spec("bitsandbytes") is None:
+        yield ConfigIssue(OPTIM, f"{optim} needs bitsandbytes: pip install 'offbeat[quantization]'")
 
 
 def _leaves(table: dict[str, Any]) -> Iterator[str]:

@@ -45,6 +45,14 @@ class ModelArgs(ConditionalConfig):
     """Numerator of the scale alpha / rank; None is twice the rank."""
     use_rslora: Annotated[bool, OnlyWithAny(lora_target=SET, adapter_name_or_path=SET)] = False
     """Scale alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732)."""
+    load_in_4bit: Annotated[bool, OnlyWithAny(lora_target=SET, adapter_name_or_path=SET)] = False
+    """Keep the frozen weights of linear layers in 4 bits (QLoRA, arXiv:2305.14314), by bitsandbytes of the extra
+    `quantization`. Passes compute in `dtype` with the values that the 4 bits stand for, which engines get as well.
+    """
+    bnb_4bit_quant_type: Annotated[Literal["nf4", "fp4"], OnlyWith(load_in_4bit=(True,))] = "nf4"
+    """Values of the 4 bits: NormalFloat, or floating point."""
+    use_bnb_nested_quant: Annotated[bool, OnlyWith(load_in_4bit=(True,))] = False
+    """Keep the scales of blocks of 64 weights in 8 bits instead of 32."""
 
     @property
     def lora_targets(self) -> str | list[str]:
@@ -62,7 +70,7 @@ class ModelArgs(ConditionalConfig):
 
     @property
     def without_adapters(self) -> "ModelArgs":
-        return self.model_copy(update={"lora_target": None, "adapter_name_or_path": None})
+        return self.model_copy(update={"lora_target": None, "adapter_name_or_path": None, "load_in_4bit": False})
 
     def of_role(self, role: RoleModelArgs) -> "ModelArgs":
         """Return the arguments of a role's model, without adapters; with `shared_prefix` its attention is packed, too."""
@@ -94,6 +102,10 @@ class TrainingArgs(ScheduleArgs, ConditionalConfig):
     """
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up to the peak."""
+    optim: Literal["adamw_torch", "adamw_8bit"] = "adamw_torch"
+    """AdamW with moments in float32, or in 8 bits with a float32 scale per 256 (arXiv:2110.02861) by bitsandbytes of the
+    extra `quantization`.
+    """
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
     adam_epsilon: float = Field(default=1e-8, gt=0)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from offbeat.services.process import uncollected_imports
 from offbeat.trainer.config.actor_train import StrategyArgs, TrainingArgs
+from offbeat.trainer.engines.adamw import make_adamw
 from offbeat.trainer.engines.base import MIN_LOSS_SCALE, Hyperparameters, LossFunction, StepOutcome
 from offbeat.trainer.engines.offload import move_moments
 from offbeat.trainer.engines.param_groups import (
@@ -35,6 +36,7 @@ from offbeat.trainer.engines.rank_passes import OnRanks
 from offbeat.trainer.engines.state_files import load_deepspeed_state
 from offbeat.trainer.models.lora import WeightForm, exported_weights
 from offbeat.trainer.models.packing import PackedInput
+from offbeat.trainer.models.quantization import quantized_layers
 from offbeat.trainer.models.recurrent_layers import recurrent_layers
 from offbeat.trainer.models.value_head import HEAD
 
@@ -50,27 +52,6 @@ MAX_BUCKET_ELEMENTS = 500_000_000
 """DeepSpeed's default."""
 
 
-class ClippingAdamW(torch.optim.AdamW):
-    """AdamW that clips by the global norm and skips non-finite steps, as ZeRO's."""
-
-    overflow = False
-    _global_grad_norm = math.nan
-
-    def __init__(self, params: Any, max_grad_norm: float, **kwargs: Any) -> None:
-        super().__init__(params, **kwargs)
-        self._max_grad_norm = max_grad_norm
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        self._global_grad_norm = float(norm)
-        self.overflow = not math.isfinite(self._global_grad_norm)
-        if not self.overflow:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
-            super().step(closure)
-
-
 class DeepSpeedEngine(OnRanks):
     def __init__(self, module: nn.Module, training: TrainingArgs, strategy: StrategyArgs, ranks: Ranks) -> None:
         super().__init__(ranks)
@@ -81,7 +62,7 @@ class DeepSpeedEngine(OnRanks):
         stage = strategy.zero_stage if dtype == torch.float32 else max(strategy.zero_stage, 1)
         groups = parameter_groups(module, training)
         self._kinds = tuple(groups)
-        self._moments = _adamw(list(groups.values()), training, clips=stage == 0)
+        self._moments = make_adamw(list(groups.values()), training, clips=stage == 0)
         config = engine_config(module, stage, dtype, 0.0 if stage == 0 else training.max_grad_norm)
         self._engine = _initialize(module, self._moments, merge_settings(config, strategy.strategy_config), ranks)
         self._engine.checkpoint_engine.load = load_deepspeed_state
@@ -146,6 +127,8 @@ class DeepSpeedEngine(OnRanks):
             if not weight.requires_grad and self._stage > 0:
                 held = weight.ds_tensor if self._stage == 3 else weight
                 held.data = held.data.to(device)
+        for layer in quantized_layers(self._engine.module):
+            layer.to(device)
         if self._stage == 3:
             self._move_shards(device)
         if self._stage not in (1, 2):
@@ -288,19 +271,6 @@ def _layout_of(folder: Path, default: str) -> tuple[int | None, str]:
     return (layout["stage"], layout["grad_accum"]) if isinstance(layout, dict) else (layout, default)
 
 
-def _adamw(groups: Sequence[list[nn.Parameter]], training: TrainingArgs, *, clips: bool) -> torch.optim.AdamW:
-    parameters = [{"params": group} for group in groups]
-    settings: dict[str, Any] = {
-        "lr": training.learning_rate,
-        "weight_decay": training.weight_decay,
-        "fused": True,
-        **adam_settings(training),
-    }
-    if clips:
-        return ClippingAdamW(parameters, training.max_grad_norm, **settings)
-    return torch.optim.AdamW(parameters, **settings)
-
-
 def engine_config(module: nn.Module, zero_stage: int, dtype: torch.dtype, max_grad_norm: float) -> dict[str, Any]:
     """Return DeepSpeed's configuration; its bucket has at most the number of weights."""
     num_weights = sum(getattr(weight, "ds_numel", weight.numel()) for weight in module.parameters())
@@ -310,6 +280,7 @@ def engine_config(module: nn.Module, zero_stage: int, dtype: torch.dtype, max_gr
         "managed_gradient_accumulation": False,
         "gradient_clipping": max_grad_norm,
         "zero_force_ds_cpu_optimizer": False,  # with `offload_optimizer` AdamW stays ours
+        "zero_allow_untested_optimizer": True,  # else ZeRO refuses bitsandbytes'
         "zero_optimization": {
             "stage": zero_stage,
             "overlap_comm": False,

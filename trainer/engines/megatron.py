@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from offbeat.trainer.config.actor_train import TrainingArgs
+from offbeat.trainer.engines.adamw import ClippingAdamW
 from offbeat.trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
-from offbeat.trainer.engines.deepspeed import ClippingAdamW
 from offbeat.trainer.engines.offload import OffloadableStates
 from offbeat.trainer.engines.param_groups import (
     adam_settings,

@@ -6,11 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offbeat.trainer.engines.param_groups import forget
+from offbeat.trainer.engines.param_groups import STEP, forget
 from offbeat.trainer.engines.rank_passes import OnRanks
-
-STEP = "step"
-"""Count that AdamW keeps in the host's memory."""
 
 
 def move_moments(states: Iterable[dict[str, Any]], device: torch.device | str) -> None:

@@ -1,7 +1,7 @@
 """Optimizer parameter groups: the model's, then its value head's; with weight decay, those without decay apart."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,10 @@ from offbeat.trainer.models.value_head import HEAD
 
 LAYOUT_FILE = "parameter_groups.json"
 """Whether groups are split; absent before 0.2."""
+STEP = "step"
+"""Count that AdamW keeps in the host's memory."""
+CODES = ("qmap1", "qmap2")
+"""Tables of the values that 8 bits stand for, in bitsandbytes' state."""
 
 
 class GroupKind(NamedTuple):
@@ -53,12 +57,14 @@ def adopt(groups: Sequence[dict[str, Any]], kinds: Sequence[GroupKind], hyperpar
         group["weight_decay"] = hyperparameters.weight_decay if kind.decays else 0.0
 
 
-def forget(states: Iterable[Mapping[str, Any]]) -> None:
-    """Zero Adam's moments and step counts."""
+def forget(states: Iterable[MutableMapping[str, Any]]) -> None:
+    """Zero Adam's moments and step counts; moments of 8 bits are zero by their scales."""
     for state in states:
-        for value in state.values():
-            if isinstance(value, Tensor):
+        for name, value in state.items():
+            if isinstance(value, Tensor) and name not in CODES:
                 value.zero_()
+            elif name == STEP:
+                state[name] = 0
 
 
 def write_layout(folder: Path, training: TrainingArgs) -> None:

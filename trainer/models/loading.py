@@ -19,9 +19,10 @@ from offbeat.trainer.config.roles import CriticModelType
 from offbeat.trainer.models.attention import PACKED_ATTENTION
 from offbeat.trainer.models.initial_adapter import load_initial_adapter
 from offbeat.trainer.models.limits import needs_eager_attention, packing_problem
-from offbeat.trainer.models.lora import add_adapters
+from offbeat.trainer.models.lora import add_adapters, base_paths
 from offbeat.trainer.models.multimodal import freeze_towers, is_trained_on_text
 from offbeat.trainer.models.policy import PackedCritic, PackedPolicy
+from offbeat.trainer.models.quantization import quantize
 from offbeat.trainer.models.recurrent_layers import pack_recurrent_layers
 from offbeat.trainer.models.reward_model import PackedRewardModel
 from offbeat.trainer.models.vision import PackedVisionPolicy
@@ -108,6 +109,8 @@ def _load_policy(folder: Path, args: ModelArgs, seed: int, temperature: float) -
         add_adapters(model, args, seed)
     if args.adapter_name_or_path is not None:
         load_initial_adapter(model, args, Path(args.adapter_name_or_path))
+    if args.load_in_4bit:
+        quantize(model, base_paths(model), args)
     if reads_images(folder, args.image_input):
         return PackedVisionPolicy(model, temperature, ImageProcessor(folder))
     return PackedPolicy(model, temperature)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from offbeat.services.generation.adapter_settings import ADAPTER_WEIGHTS, PREFIX
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.models.multimodal import towers
+from offbeat.trainer.models.quantization import QuantizedLinear, write_quantization
 
 ADAPTER = "default"
 INITIAL = "initial"
@@ -73,6 +74,13 @@ def language_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((path, module) for path, module in model.named_modules() if id(module) not in outside)
 
 
+def base_paths(model: Any) -> list[str]:
+    """Return the linear layers of a frozen base, adapted ones included: all but routers, towers and the output embedding."""
+    head = model.get_output_embeddings()
+    paths = {path for path, layer in linear_paths(model).items() if layer is not head}
+    return sorted(path for path in paths if not any(factor in f"{path}." for factor in FACTORS))
+
+
 def _target_paths(model: Any, args: ModelArgs) -> list[str]:
     linear, names = linear_paths(model), args.lora_targets
     target, kind = f"lora_target {args.lora_target!r}", type(model).__name__
@@ -121,15 +129,17 @@ def exported_weights(module: nn.Module, form: WeightForm, wrapper: str) -> Itera
     """Yield a model's weights; they include buffers that its checkpoints have, such as biases of routers."""
     if form == "merged":
         return merged_weights(module)
-    weights = unmerged_weights(module, wrapper)
-    return weights if form == "parts" else (weight for weight in weights if weight.name.startswith(PREFIX))
+    return unmerged_weights(module, wrapper) if form == "parts" else adapter_weights(module, wrapper)
 
 
 def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield what a checkpoint has: parameters, tied ones once, and persistent buffers."""
+    """Yield what a checkpoint has: parameters, tied ones once, persistent buffers, and the values of quantized weights."""
     yield from module.named_parameters()
     # not by `state_dict`: FSDP2 frees gathered parameters at each call of it
     for path, owner in module.named_modules():
+        if isinstance(owner, QuantizedLinear):
+            yield f"{path}.weight", owner.weight
+            continue
         for name, buffer in owner._buffers.items():
             if buffer is not None and name not in owner._non_persistent_buffers_set:
                 yield f"{path}.{name}" if path else name, buffer
@@ -140,7 +150,7 @@ def merged_weights(module: nn.Module) -> Iterator[ExportedWeight]:
     for name, parameter in named_weights(module):
         owner, base, rest = name.rpartition(BASE)
         if base and rest == "weight":
-            yield _merged(f"{owner}.{rest}", layers[owner])
+            yield _merged(f"{owner}.{rest}", parameter, layers[owner])
         elif base:
             yield ExportedWeight(f"{owner}.{rest}", [parameter])
         elif not any(factor in name for factor in FACTORS):
@@ -149,14 +159,17 @@ def merged_weights(module: nn.Module) -> Iterator[ExportedWeight]:
 
 def unmerged_weights(module: nn.Module, wrapper: str) -> Iterator[ExportedWeight]:
     """Yield base weights, and adapter factors by PEFT's names."""
+    yield from adapter_weights(module, wrapper)
     for name, parameter in named_weights(module):
-        if f".{INITIAL}." in name:
-            continue
-        if any(factor in name for factor in FACTORS):
-            exported_name = PREFIX + name.removeprefix(wrapper).replace(f".{ADAPTER}.", ".")
-        else:
-            exported_name = name.replace(BASE, ".")
-        yield ExportedWeight(exported_name, [parameter])
+        if not any(factor in name for factor in FACTORS):
+            yield ExportedWeight(name.replace(BASE, "."), [parameter])
+
+
+def adapter_weights(module: nn.Module, wrapper: str) -> Iterator[ExportedWeight]:
+    """Yield adapter factors by PEFT's names."""
+    for name, parameter in module.named_parameters():
+        if any(factor in name for factor in FACTORS) and f".{INITIAL}." not in name:
+            yield ExportedWeight(PREFIX + name.removeprefix(wrapper).replace(f".{ADAPTER}.", "."), [parameter])
 
 
 def save_adapter(folder: Path, factors: Mapping[str, Tensor], args: ModelArgs, base: Path) -> None:
@@ -176,10 +189,12 @@ def save_adapter(folder: Path, factors: Mapping[str, Tensor], args: ModelArgs, b
     folder.mkdir()
     config.save_pretrained(str(folder))
     save_file(dict(factors), folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    if args.load_in_4bit:
+        write_quantization(folder, args)
 
 
-def _merged(name: str, layer: Any) -> ExportedWeight:
-    parts = [layer.base_layer.weight, layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight]
+def _merged(name: str, base: Tensor, layer: Any) -> ExportedWeight:
+    parts = [base, layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight]
     return ExportedWeight(name, parts, layer.scaling[ADAPTER])
 
 

@@ -60,6 +60,8 @@ def _file_inputs(run: LearnerRun, role: ScoredRole) -> list[object]:
     policy = run.config.actor_train.model_args
     if own.own_folder is None and policy.adapter_name_or_path is not None:
         weights = [*weights, *_weight_files(Path(policy.adapter_name_or_path))]
+    if own.own_folder is None and policy.load_in_4bit:
+        weights = [*weights, policy.bnb_4bit_quant_type, policy.use_bnb_nested_quant]
     args = policy.of_role(role.config.model_args)
     return [weights, args.dtype, run.config.temperature, _distilled(run)]
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from offbeat.deploy.config.checks.initial_adapter import check_adapter
+from offbeat.deploy.config.checks.quantization import check_quantization
 from offbeat.deploy.config.checks.weight_files import weight_shapes
 from offbeat.deploy.config.run import RunConfig
 from offbeat.trainer.config.issue import ConfigIssue
@@ -111,6 +112,7 @@ def _linear_layers(config: RunConfig) -> tuple[list[str], list[str]]:
 def check_lora(config: RunConfig) -> Iterator[ConfigIssue]:
     yield from check_shared_engine(config)
     yield from check_adapter(config)
+    yield from check_quantization(config)
     max_rank, args = config.actor_infer.engine.max_lora_rank, config.actor_train.model_args
     if max_rank is None:
         return

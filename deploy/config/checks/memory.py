@@ -282,8 +282,10 @@ def _frozen_gib(config: RunConfig, role: ReferenceConfig | TeacherConfig) -> flo
     return whole_gib / train.num_processes if is_split and strategy.placement == "learner" else whole_gib
 
 
-def _width(args: ModelArgs | EngineModelArgs | RewardModelArgs | JudgeModelArgs) -> int:
-    """Return the bytes of a weight."""
+def _width(args: ModelArgs | EngineModelArgs | RewardModelArgs | JudgeModelArgs) -> float:
+    """Return the least bytes of a weight: of 4 bits, in all but embeddings."""
+    if isinstance(args, ModelArgs) and args.load_in_4bit:
+        return 0.5
     return 4 if args.dtype == "float32" else 2
 
 

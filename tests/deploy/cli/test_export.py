@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
 from typer.testing import CliRunner, Result
 
 from offbeat.deploy.cli.app import app
@@ -29,7 +29,11 @@ def offbeat(*arguments: object) -> Result:
 @pytest.fixture
 def run(folder: Path, tmp_path: Path) -> Path:
     """A run whose newest checkpoint has an adapter on `policy`, as the learner saves it."""
-    policy = load_policy(folder / "policy", ARGS, seed=0)
+    return write_run(folder, tmp_path, ARGS)
+
+
+def write_run(folder: Path, tmp_path: Path, args: ModelArgs) -> Path:
+    policy = load_policy(folder / "policy", args, seed=0)
     for name, parameter in policy.named_parameters():
         if ".lora_B." in name:
             torch.nn.init.normal_(parameter, std=0.05)
@@ -40,7 +44,7 @@ def run(folder: Path, tmp_path: Path) -> Path:
     export_weights(checkpoint, ((w.name.removeprefix(WRAPPER), w.tensor()) for w in merged_weights(policy)))
     apart = {w.name: w.tensor() for w in unmerged_weights(policy, WRAPPER)}
     factors = {name: tensor for name, tensor in apart.items() if any(each in name for each in FACTORS)}
-    save_adapter(checkpoint / "adapter", factors, ARGS, folder / "policy")
+    save_adapter(checkpoint / "adapter", factors, args, folder / "policy")
     return tmp_path / "run"
 
 
@@ -118,6 +122,24 @@ def test_an_adapter_on_its_base_is_the_checkpoint(run: Path, folder: Path, tmp_p
     torch.testing.assert_close(adapted, merged, atol=1e-4, rtol=1e-4)
     assert {"tokenizer.json", "tokenizer_config.json"} <= {path.name for path in out.iterdir()}
     assert not (out / "config.json").exists()
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_an_adapter_on_its_quantized_base_is_the_checkpoint(folder: Path, tmp_path: Path, kind: str):
+    """As transformers loads the base with the settings beside the adapter."""
+    settings = {"load_in_4bit": True, "bnb_4bit_quant_type": kind, "use_bnb_nested_quant": True}
+    run, out = write_run(folder, tmp_path, ARGS.model_copy(update=settings)), tmp_path / "adapter"
+    done = offbeat("export", run, "-o", out, "--adapter")
+    assert done.exit_code == 0, done.output
+    assert str(out / "quantization_config.json") in done.output
+    quantization = BitsAndBytesConfig.from_dict(json.loads((out / "quantization_config.json").read_text()))
+    base = AutoModelForCausalLM.from_pretrained(
+        folder / "policy", quantization_config=quantization, dtype=torch.float32
+    )
+    theirs = PeftModel.from_pretrained(base, out).train()  # else some CPUs compute in bfloat16
+    found = theirs(torch.arange(12)[None]).logits
+    merged = AutoModelForCausalLM.from_pretrained(run / "checkpoints" / "step-000004", dtype=torch.float32)
+    torch.testing.assert_close(found, merged(torch.arange(12)[None]).logits, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(("target", "is_written"), [("o_proj", True), ("all-linear", False)])

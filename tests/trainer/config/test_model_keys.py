@@ -12,6 +12,7 @@ from offbeat.trainer.config.roles import CriticConfig, CriticModelArgs
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.loading import load_critic, load_policy
+from offbeat.trainer.models.quantization import quantized_layers
 from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
 from tests.fakes import make_group, train_on
@@ -32,6 +33,7 @@ OF_THE_CRITIC: dict[str, Change] = {
 
 
 LORA: dict[str, Any] = {"lora_target": "q_proj,v_proj"}
+FOUR_BITS = LORA | {"load_in_4bit": True}
 OF_THE_ROLES: dict[str, object] = {
     "dtype": "bfloat16",
     "attn_implementation": "eager",
@@ -46,6 +48,9 @@ OF_THE_MODEL: dict[str, Change] = {
     "lora_rank": (LORA | {"lora_alpha": 8.0}, {"lora_rank": 4}),
     "lora_alpha": (LORA, {"lora_alpha": 4.0}),
     "use_rslora": (LORA, {"use_rslora": True}),
+    "load_in_4bit": (LORA, {"load_in_4bit": True}),
+    "bnb_4bit_quant_type": (FOUR_BITS, {"bnb_4bit_quant_type": "fp4"}),
+    "use_bnb_nested_quant": (FOUR_BITS, {"use_bnb_nested_quant": True}),
 }
 """What is computed, with what, and which weights are trained."""
 
@@ -80,6 +85,8 @@ def made(folder: Path, args: dict[str, Any]) -> dict[str, Any]:
         "attention": model.config._attn_implementation,
         "checkpointing": model.is_gradient_checkpointing,
         "scales": [each.scaling for each in model.modules() if hasattr(each, "scaling") and hasattr(each, "lora_A")],
+        "quantized": [layer.weight.tolist() for layer in quantized_layers(policy)],
+        "bytes": sum(buffer.nbytes for layer in quantized_layers(policy) for buffer in layer.buffers()),
         "tokens": {name: each.value for name, each in gauges.items() if name.startswith("tokens/")},
     }
 

@@ -1,0 +1,99 @@
+"""What 4-bit weights under adapters, and moments of 8 bits, can't be combined with."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from offbeat.deploy.config.checks.memory import learner_gib
+from offbeat.deploy.config.checks.run import check_settings
+from offbeat.deploy.config.loader import compose_tree, validate_tree
+from offbeat.deploy.config.run import RunConfig
+from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.models.loading import load_policy
+from tests.families import write_family
+from tests.paths import CONFIGS
+
+MODEL = "actor_train.model_args"
+FOUR_BITS = (f"{MODEL}.load_in_4bit=true", "warm_start=null")
+OPTIM = "actor_train.training_args.optim"
+KL_OF_SERVICE = ("use_kl_loss=true", "reference.strategy_args={placement: service, num_replicas: 1}")
+
+
+def lora(*overrides: str) -> RunConfig:
+    return validate_tree(compose_tree(CONFIGS / "recipes" / "lora.yaml", list(overrides)))
+
+
+def problems(overrides: Sequence[str]) -> dict[str, str]:
+    return {issue.path: issue.message for issue in check_settings(lora(*overrides), cores=8)}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("actor_train.strategy_args.zero_stage=2", "actor_train.num_processes=2"),
+        (f"{MODEL}.dtype=bfloat16", f"{MODEL}.use_bnb_nested_quant=true", f"{OPTIM}=adamw_8bit"),
+        ("actor_infer.strategy_args.strategy_config.max_lora_rank=16",),
+        (f"{MODEL}.use_rslora=true", f"{MODEL}.shared_prefix=true", f"{MODEL}.disable_gradient_checkpointing=false"),
+    ],
+)
+def test_what_was_run_is_accepted(more: tuple[str, ...]) -> None:
+    assert problems((*FOUR_BITS, *more)) == {}
+
+
+@pytest.mark.parametrize(
+    ("more", "path", "says"),
+    [
+        (("actor_train.strategy_args.strategy_name=fsdp2_train",), "actor_train.strategy_args.strategy_name", "shards"),
+        (("actor_train.strategy_args.zero_stage=3",), "actor_train.strategy_args.zero_stage", "take 2"),
+        (("tiny.vision={}",), f"{MODEL}.load_in_4bit", "image input"),
+        (KL_OF_SERVICE, "reference.strategy_args.placement", "take learner"),
+    ],
+)
+def test_what_4_bit_weights_are_not_combined_with(more: tuple[str, ...], path: str, says: str) -> None:
+    assert says in problems((*FOUR_BITS, *more))[path]
+
+
+def test_a_warm_start_trains_all_weights() -> None:
+    assert problems([FOUR_BITS[0]])["warm_start"].startswith("it trains all weights")
+
+
+@pytest.mark.parametrize("name", ["tp_size", "pp_size", "ulysses_size"])
+def test_models_divided_over_processes_have_no_4_bit_weights(name: str) -> None:
+    split = ("actor_train.strategy_args.strategy_name=fsdp2_train", f"actor_train.strategy_args.{name}=2")
+    assert "actor_train.strategy_args.strategy_name" in problems((*FOUR_BITS, *split, "actor_train.num_processes=2"))
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ({"load_in_4bit": True}, "has no effect without lora_target"),
+        ({"lora_target": "all-linear", "bnb_4bit_quant_type": "fp4"}, "has no effect without load_in_4bit"),
+        ({"lora_target": "all-linear", "use_bnb_nested_quant": True}, "has no effect without load_in_4bit"),
+    ],
+)
+def test_keys_without_effect_are_refused(args: dict[str, object], says: str) -> None:
+    """A whole model is not trained in 4 bits."""
+    with pytest.raises(ValidationError, match=says):
+        ModelArgs.model_validate(args)
+
+
+@pytest.mark.parametrize("name", ["fsdp2_train", "megatron_train"])
+def test_moments_of_8_bits_are_deepspeeds_alone(name: str) -> None:
+    found = problems(
+        ["~actor_train.model_args", f"actor_train.strategy_args.strategy_name={name}", f"{OPTIM}=adamw_8bit"]
+    )
+    assert found[OPTIM] == (
+        f"{name} trains with moments in float32 alone: leave adamw_8bit out, or take deepspeed_train"
+    )
+
+
+def test_the_least_memory_of_a_learner_counts_half_a_byte_per_weight(tmp_path: Path) -> None:
+    write_family(tmp_path, "llama")
+    load_policy(tmp_path, ModelArgs(), seed=1).model.save_pretrained(tmp_path)
+    of_model = (f"pretrain={tmp_path}", "~tiny", "warm_start=null", f"{MODEL}.dtype=bfloat16")
+    wide, narrow = (learner_gib(lora(*of_model, *more)) for more in ((), FOUR_BITS[:1]))
+    assert wide is not None
+    assert narrow == pytest.approx(wide / 4)

@@ -1,0 +1,123 @@
+"""4-bit weights under adapters (QLoRA, arXiv:2305.14314), by bitsandbytes.
+
+Invariants: a layer computes every pass with the weights that it gives as `weight`, which are those that engines get and
+exports have; checkpoints have the 4-bit values themselves.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from offbeat.trainer.config.actor_train import ModelArgs
+
+QUANTIZATION_CONFIG = "quantization_config.json"
+"""Beside an adapter: how its base is quantized, as transformers' `BitsAndBytesConfig` has it."""
+BLOCK_SIZE = 64
+"""Weights with one scale; bitsandbytes' default, and QLoRA's."""
+
+
+class QuantizedLinear(nn.Module):
+    """Linear layer of frozen 4-bit weights."""
+
+    packed: Tensor
+    scales: Tensor
+
+    def __init__(self, linear: nn.Linear, quant_type: str, *, is_nested: bool) -> None:
+        super().__init__()
+        weight = linear.weight.detach()
+        packed, state = _functional().quantize_4bit(
+            weight, blocksize=BLOCK_SIZE, quant_type=quant_type, compress_statistics=is_nested
+        )
+        self.bias = linear.bias
+        self._shape, self._dtype, self._quant_type = weight.shape, weight.dtype, quant_type
+        self.register_buffer("packed", packed)
+        # As bytes, because engines convert buffers of floating point to 16 bits
+        self.register_buffer("scales", state.absmax.view(torch.uint8))
+        self._is_nested = is_nested
+        if is_nested:
+            of_scales = torch.cat([state.state2.absmax, state.offset.reshape(1)])
+            self.register_buffer("scales_of_scales", of_scales.view(torch.uint8))
+
+    @property
+    def weight(self) -> Tensor:
+        """Return new weights in the model's dtype."""
+        functional = _functional()
+        return functional.dequantize_4bit(self.packed, self._quant_state(functional))
+
+    def _quant_state(self, functional: Any) -> Any:
+        settings = {"blocksize": BLOCK_SIZE, "quant_type": self._quant_type, "dtype": self._dtype}
+        absmax = self.scales
+        if not self._is_nested:
+            return functional.QuantState(absmax=absmax.view(torch.float32), shape=self._shape, **settings)
+        of_scales = self.get_buffer("scales_of_scales").view(torch.float32)
+        code = functional.create_dynamic_map().to(absmax.device)
+        nested = functional.QuantState(absmax=of_scales[:-1], code=code, blocksize=256, dtype=torch.float32)
+        return functional.QuantState(absmax=absmax, shape=self._shape, offset=of_scales[-1], state2=nested, **settings)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Product.apply(x, self)
+
+
+class _Product(torch.autograd.Function):
+    """x W^T + b, which computes W again for the gradient instead of keeping it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: QuantizedLinear) -> Tensor:
+        ctx.layer = layer
+        return F.linear(x, layer.weight, layer.bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].matmul(ctx.layer.weight), None
+
+
+def quantize(model: nn.Module, paths: Iterable[str], args: ModelArgs) -> None:
+    """Replace linear layers by quantized ones, each freed before the next."""
+    for path in paths:
+        parent, _, name = path.rpartition(".")
+        owner = model.get_submodule(parent)
+        linear = owner.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        layer = QuantizedLinear(linear, args.bnb_4bit_quant_type, is_nested=args.use_bnb_nested_quant)
+        setattr(owner, name, layer)
+
+
+def quantized_layers(module: nn.Module) -> Iterator[QuantizedLinear]:
+    return (layer for layer in module.modules() if isinstance(layer, QuantizedLinear))
+
+
+def write_quantization(folder: Path, args: ModelArgs) -> None:
+    settings = {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": args.bnb_4bit_quant_type,
+        "bnb_4bit_use_double_quant": args.use_bnb_nested_quant,
+        "bnb_4bit_compute_dtype": args.dtype,
+    }
+    (folder / QUANTIZATION_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def read_quantization(folder: Path) -> ModelArgs | None:
+    """Return the arguments that quantize an adapter's base; None if it is not quantized."""
+    path = folder / QUANTIZATION_CONFIG
+    if not path.is_file():
+        return None
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    return ModelArgs(
+        dtype=settings["bnb_4bit_compute_dtype"],
+        lora_target="all-linear",
+        load_in_4bit=True,
+        bnb_4bit_quant_type=settings["bnb_4bit_quant_type"],
+        use_bnb_nested_quant=settings["bnb_4bit_use_double_quant"],
+    )
+
+
+def _functional() -> Any:
+    from bitsandbytes import functional  # of an extra, and slow to import  # noqa: PLC0415
+
+    return functional
