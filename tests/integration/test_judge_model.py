@@ -55,13 +55,13 @@ async def test_a_judge_reads_its_own_models_answers(tmp_path: Path) -> None:
     for verdict, (answers, _) in TAUGHT.items():
         lessons += map(Lesson, questions(configs[verdict]), answers)
     write_judge(tmp_path, lessons)
-    judge = LlmJudge(babbling)
+    judge = LlmJudge(babbling, build_verdict(babbling))
     await judge.start()
     try:
         with pytest.raises(RewardError, match=r"its last line is not `Score: N`: .*'well well'") as raised:
             await judge.score(SAMPLE)
         assert raised.value.failure is Failure.MALFORMED
-        judges = {verdict: LlmJudge(config) for verdict, config in configs.items()}
+        judges = {verdict: LlmJudge(config, build_verdict(config)) for verdict, config in configs.items()}
         for each in judges.values():
             each._client = judge._client
         values = await asyncio.gather(*(each.score(SAMPLE) for each in judges.values()))

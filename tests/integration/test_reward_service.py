@@ -20,7 +20,7 @@ from offbeat.services.reward.factory import make_scorer
 from offbeat.services.reward.function import MAX_HUNG_THREADS
 from offbeat.services.reward.scorer import RewardScorer
 from tests.services.reward.reward_models import write_reward_model
-from tests.services.reward.samples import sample
+from tests.services.reward.samples import group_of, sample
 
 pytestmark = [pytest.mark.alone, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
@@ -32,7 +32,7 @@ HANGING = {"max_concurrent": MAX_HUNG_THREADS, "tags": ["hanging"], "timeout_s":
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardsConfig]:
-    """A model of two replicas, a function with two places, and one with many and a short timeout."""
+    """A model of two replicas, a function with two places, one with many and a short timeout, and one of groups."""
     folder, output_dir = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("run")
     write_reward_model(folder)
     model = {
@@ -45,12 +45,20 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardsConfig]:
         {**model, "num_replicas": 2, "cpus_per_replica": 0.1, "cache_size": 0},
         {**SLOW, "name": "slow", "kind": "function", "path": f"{FUNCTIONS}:sleep_as_told", "timeout_s": 2.0},
         {**SLOW, **HANGING, "name": "hanging", "kind": "function", "path": f"{FUNCTIONS}:sleep_as_told"},
+        {
+            **SLOW,
+            "name": "compared",
+            "kind": "function",
+            "scope": "group",
+            "path": f"{FUNCTIONS}:told",
+            "tags": ["group"],
+        },
         {"name": "local", "kind": "regex", "pattern": "a"},
     ]
     config = RewardsConfig.model_validate({"rewards": rewards}, strict=False)
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir="/tmp/offbeat-rw")
     try:
-        for reward in config.rewards[:3]:
+        for reward in config.rewards[:4]:
             app = build(reward, output_dir=output_dir, environment={})
             serve.run(app, name=app_name(RUN, reward.name), route_prefix=None)
         yield config
@@ -74,6 +82,14 @@ async def test_a_served_model_scores_as_one_in_this_process(config: RewardsConfi
         assert values == pytest.approx(await here.score(each), abs=1e-5)
     await here.close()
     assert len({values["model"] for values in served}) > 10
+
+
+async def test_a_served_function_compares_a_group(scorer: RewardScorer):
+    group = group_of("ab", "abcd", "a", seed=3, tag="group")
+    assert [each["compared"] for each in await scorer.score_group(group)] == [2.0, 1.0, 4.0]
+    with pytest.raises(RewardError, match="expected a list of 2 numbers, one for each member, got 1") as raised:
+        await scorer.score_group(group_of("few", "b", tag="group"))
+    assert raised.value.failure is Failure.ERROR
 
 
 async def test_failures_cross_the_service_with_their_reason(scorer: RewardScorer):

@@ -58,3 +58,8 @@ async def gap_to_best(samples: Sequence[GroupMember]) -> list[float]:
 
 def answers_of_group(samples: Sequence[GroupMember]) -> object:
     return {"few": [1.0], "number": 1.0, "text": "ab", "nan": [1.0, float("nan")]}[samples[0].response]
+
+
+def told(samples: Sequence[GroupMember]) -> object:
+    """Four over each answer's length, or what the first answer names."""
+    return answers_of_group(samples) if samples[0].response == "few" else shortness(samples, 4.0)
