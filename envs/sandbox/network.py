@@ -66,7 +66,7 @@ class ContainerNetwork:
         self._exit_fd, self._slirp = _start_slirp(pid)
         try:
             self.probe()
-        except NetworkError:
+        except BaseException:
             self.close()
             raise
 
@@ -79,8 +79,9 @@ class ContainerNetwork:
 
     def close(self) -> None:
         """Disconnect."""
-        os.close(self._exit_fd)
+        self._slirp.kill()
         self._slirp.wait()
+        os.close(self._exit_fd)
 
     def _set_rules(self) -> None:
         rules = write_rules(_own_addresses(), self._limits.allowed_networks)

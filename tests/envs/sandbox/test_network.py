@@ -126,7 +126,10 @@ def test_it_reaches_no_address_of_this_machine_and_no_private_one(shell: Contain
         try:
             for target in (*targets, other.path, "169.254.169.254/80", "168.63.129.16/80"):
                 assert bash(shell, f"exec 3<>/dev/tcp/{target}").exit_code != 0, target
+            for address in own - {"127.0.0.1"}:  # the container's own, of which no sender hears
+                assert bash(shell, f"echo x > /dev/udp/{address}/{port}").exit_code != 0, address
             assert bash(shell, f"exec 3<>/dev/tcp/{server.path}").exit_code == 0
+            assert bash(shell, f"echo x > /dev/udp/{server.path}").exit_code == 0
         finally:
             network.close()
 
