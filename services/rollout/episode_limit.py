@@ -1,7 +1,7 @@
 """Number of episodes that a worker plays at a time, by the load of the engines' KV cache (`rollout.kv_usage_target`).
 
-Invariants: the limit grows only as episodes end, so that it never outruns its own effect, and by what fits into more
-engines; it shrinks what is admitted, and cancels no running episode.
+Invariants: the limit grows only as episodes are submitted, so that it never outruns its own effect, and by what fits into
+more engines; it shrinks what is admitted, and cancels no running episode.
 """
 
 from collections import deque
@@ -48,7 +48,8 @@ class EpisodeLimit:
     def observe(self, loads: Mapping[str, ReplicaLoad], playing: int, finished: int) -> str:
         """Adapt the limit; return why it shrank, or "".
 
-        loads: by replica; those that do not tell are left out. finished: episodes since the last observation.
+        loads: by replica; those that do not tell are left out. finished: episodes since the last observation, without
+        those that failed or were cancelled, which may not have loaded an engine.
         """
         self._played.append(playing)
         known = {name: load for name, load in loads.items() if load.kv_tokens}

@@ -21,12 +21,14 @@ MAX_TRACE_CHARS = 4000
 class EpisodeOutcomes:
     def __init__(self, group_size: int) -> None:
         self._limit = max(2 * group_size, MIN_FAILURES)
-        self._num_finished = self._num_failed = 0
+        self.num_finished = 0
+        """Episodes that were submitted."""
+        self._num_failed = 0
         self._recent: deque[bool] = deque(maxlen=WINDOW)
         self._last: dict[str, str] = {}
 
     def finished(self) -> None:
-        self._num_finished += 1
+        self.num_finished += 1
         self._recent.append(True)
 
     def failed(self, key: str, error: Exception) -> None:
@@ -41,7 +43,7 @@ class EpisodeOutcomes:
     def report(self) -> Mapping[str, Any]:
         """Return counts, also of the last `WINDOW`, the `limit` of failures, and the last failure."""
         return {
-            "finished": self._num_finished,
+            "finished": self.num_finished,
             "failed": self._num_failed,
             "recent": len(self._recent),
             "recent_failed": self._recent.count(False),

@@ -120,7 +120,6 @@ class EnvWorker:
         self._may_claim = asyncio.Event()
         self._may_claim.set()
         self._read_loads = read_loads
-        self._num_ended = 0
         self._episode_limit: int | None = None
         self._drained = False
         self._end: WorkerEnd | None = None
@@ -278,7 +277,7 @@ class EnvWorker:
         self._slots.resize(limit.limit)
         while True:
             loads = await retry_until_answered(read_loads)
-            finished, ended = self._num_ended - ended, self._num_ended
+            finished, ended = self._outcomes.num_finished - ended, self._outcomes.num_finished
             if why := limit.observe(loads, self._slots.num_running, finished):
                 logger.info("plays at most %d episodes at a time: %s", limit.limit, why)
             self._slots.resize(limit.limit)
@@ -312,7 +311,6 @@ class EnvWorker:
             del self._playing[task]
             self._waits.leave(task)
         slot.leave()
-        self._num_ended += 1
         if not done.cancelled() and (error := done.exception()):
             # The failure could not be reported; the buffer takes the episode back when this worker is replaced.
             logger.error("episode %s/%s was lost", task.group_id, task.index, exc_info=error)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from offbeat.services.messages.types import Completion, GenerateRequest
 from offbeat.services.rollout.config import RolloutConfig
 from offbeat.services.rollout.worker import EnvWorker
 from offbeat.services.weights.replica_reports import ReplicaLoad
@@ -46,3 +47,35 @@ async def test_as_many_episodes_are_played_as_fit(policy_folder, chat, tokenizer
         worker.stop()
         await running
     assert max(seen) == most
+
+
+class RefusingGeneration(FakeGeneration):
+    """Refuses each turn after its delay."""
+
+    def _complete(self, request: GenerateRequest) -> Completion:
+        return Completion(request.request_id, error="refused")
+
+
+async def test_episodes_that_fail_do_not_raise_the_limit(policy_folder, chat, tokenizer, monkeypatch):
+    """They end much sooner than others, and an engine without load says nothing of what those will need."""
+    monkeypatch.setattr("offbeat.services.rollout.worker.LOAD_INTERVAL_S", 0.01)
+    monkeypatch.setattr("offbeat.services.rollout.worker.REPORT_INTERVAL_S", 0.01)
+    settings = worker_settings(policy_folder, rollout=RolloutConfig(kv_usage_target=0.7, max_env_num_per_worker=12))
+    buffer, metrics = FakeBuffer(), FakeMetrics()
+    buffer.retries = True
+    generation = RefusingGeneration(walker(tokenizer), lambda _: 0.03)
+    loads = Loads(3 * settings.sequence_length)
+    loads.now = ReplicaLoad(kv_usage=0.0, kv_tokens=loads.now.kv_tokens)
+    worker = EnvWorker(
+        settings, "w", buffer=buffer, generation=generation, metrics=metrics, chat=chat, read_loads=loads
+    )
+    running = asyncio.create_task(worker.run())
+    try:
+        buffer.offer(*(train_episode(number, index) for number in range(6) for index in range(4)))
+        await wait_until(lambda: len(buffer.failed) > 60)
+    finally:
+        worker.stop()
+        await running
+    assert not buffer.submitted
+    limits = [part.value for record in metrics.records if (part := record.values.get("episode_limit"))]
+    assert max(limits) == 3
