@@ -207,7 +207,7 @@ def _load_adapted(base: Path, adapter: Path, dtype: str) -> Any:
     model = PeftModel.from_pretrained(_load(base, dtype), str(adapter)).eval()
     if (quantization := read_quantization(adapter)) is not None:
         policy = model.get_base_model()
-        quantize(policy, base_paths(policy), quantization)
+        quantize(policy, base_paths(policy), quantization, torch.device("cpu"))
     return model
 
 

@@ -34,6 +34,7 @@ CLASSIFIERS: dict[CriticModelType, Any] = {
     "auto_token_classification": AutoModelForTokenClassification,
 }
 
+CPU = torch.device("cpu")
 RANDOM = ("drop", "jitter")
 """Parts of the names of modules' settings that make training random."""
 
@@ -62,14 +63,22 @@ def read_vocab_size(folder: Path) -> int:
 
 
 def load_policy(
-    folder: Path, args: ModelArgs, seed: int, temperature: float = 1.0, *, value_head: bool = False
+    folder: Path,
+    args: ModelArgs,
+    seed: int,
+    temperature: float = 1.0,
+    device: torch.device = CPU,
+    *,
+    value_head: bool = False,
 ) -> PackedPolicy:
-    """Load a policy; `seed` initializes missing weights.
+    """Load a policy into the host's memory, but for quantized weights; `seed` initializes missing ones.
+
+    device: where weights are quantized, and stay.
 
     Raises:
         ValueError: the model can't be packed, lacks buffers, or adapters or a shared prefix do not fit.
     """
-    policy = _load_policy(folder, args, seed, temperature)
+    policy = _load_policy(folder, args, seed, temperature, device)
     if value_head:
         policy.add_value_head()
     return policy
@@ -102,7 +111,7 @@ def load_reward_model(folder: Path, args: ModelArgs, seed: int) -> PackedRewardM
         return PackedRewardModel(_load(AutoModelForSequenceClassification, folder, args, seed, num_labels=1))
 
 
-def _load_policy(folder: Path, args: ModelArgs, seed: int, temperature: float) -> PackedPolicy:
+def _load_policy(folder: Path, args: ModelArgs, seed: int, temperature: float, device: torch.device) -> PackedPolicy:
     auto = policy_loader(folder)
     model = _load(auto, folder, args, seed)
     if args.lora_target is not None:
@@ -110,7 +119,7 @@ def _load_policy(folder: Path, args: ModelArgs, seed: int, temperature: float) -
     if args.adapter_name_or_path is not None:
         load_initial_adapter(model, args, Path(args.adapter_name_or_path))
     if args.load_in_4bit:
-        quantize(model, base_paths(model), args)
+        quantize(model, base_paths(model), args, device)
     if reads_images(folder, args.image_input):
         return PackedVisionPolicy(model, temperature, ImageProcessor(folder))
     return PackedPolicy(model, temperature)

@@ -27,9 +27,9 @@ class QuantizedLinear(nn.Module):
     packed: Tensor
     scales: Tensor
 
-    def __init__(self, linear: nn.Linear, quant_type: str, *, is_nested: bool) -> None:
+    def __init__(self, linear: nn.Linear, quant_type: str, device: torch.device, *, is_nested: bool) -> None:
         super().__init__()
-        weight = linear.weight.detach()
+        weight = linear.weight.detach().to(device)
         packed, state = _functional().quantize_4bit(
             weight, blocksize=BLOCK_SIZE, quant_type=quant_type, compress_statistics=is_nested
         )
@@ -76,14 +76,14 @@ class _Product(torch.autograd.Function):
         return grads[0].matmul(ctx.layer.weight), None
 
 
-def quantize(model: nn.Module, paths: Iterable[str], args: ModelArgs) -> None:
-    """Replace linear layers by quantized ones, each freed before the next."""
+def quantize(model: nn.Module, paths: Iterable[str], args: ModelArgs, device: torch.device) -> None:
+    """Replace linear layers by ones that are quantized on a device, each freed before the next."""
     for path in paths:
         parent, _, name = path.rpartition(".")
         owner = model.get_submodule(parent)
         linear = owner.get_submodule(name)
         assert isinstance(linear, nn.Linear)
-        layer = QuantizedLinear(linear, args.bnb_4bit_quant_type, is_nested=args.use_bnb_nested_quant)
+        layer = QuantizedLinear(linear, args.bnb_4bit_quant_type, device, is_nested=args.use_bnb_nested_quant)
         setattr(owner, name, layer)
 
 

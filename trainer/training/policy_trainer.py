@@ -241,8 +241,7 @@ class PolicyTrainer:
         is_precomputed = recorded is None and self._config.reads_data and self._config.dpo.precompute_ref_log_probs
         if self._config.has_own_critic and not self._ranks.critics:
             self._critic = self._engine(self._kick_watchdog(load_first_critic(self._run)))
-        is_served = REFERENCE_ROLE in keys and not is_precomputed
-        reference = None if is_served else self._build_reference(folder)
+        reference = None if REFERENCE_ROLE in keys and not is_precomputed else self._build_reference(folder)
         if is_precomputed and reference is not None:
             if not self._precompute(reference, keys[REFERENCE_ROLE], progress, should_stop):
                 return False
@@ -341,7 +340,8 @@ class PolicyTrainer:
         config, args, head = self._config, self._train.model_args, self._config.has_value_head
         if config.trains_reward_model:
             return self._kick_watchdog(load_reward_model(folder, args, config.seed))
-        return self._kick_watchdog(load_policy(folder, args, config.seed, config.temperature, value_head=head))
+        device = self._ranks.device
+        return self._kick_watchdog(load_policy(folder, args, config.seed, config.temperature, device, value_head=head))
 
     def _kick_watchdog(self, model: Model) -> Model:
         watchdog = self._watchdog

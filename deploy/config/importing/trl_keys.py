@@ -38,6 +38,7 @@ AGGREGATIONS = {
     "cispo": "token-mean",
     "sapo": "seq-mean-token-mean",
 }
+ADAMW_8BIT = ("adamw_8bit", "adamw_bnb_8bit")
 OVERLONG = "get_soft_overlong_punishment"
 MATH_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward")
 """They compare with the column `solution`."""
@@ -57,6 +58,12 @@ def _only_with_peft(target: str) -> Rule:
         return Outcome("renamed" if value == key.value else "value", tuple(target.split(".")), value)
 
     return rule
+
+
+def _only_in_4_bits(key: Key) -> Outcome:
+    if not get(key.tree, "use_peft") or not get(key.tree, "load_in_4bit"):
+        return Outcome("no effect", note="no weights are loaded in 4 bits")
+    return Outcome("renamed", (*MODEL.split("."), key.path[0]), key.value)
 
 
 def _dtype(key: Key) -> Outcome:
@@ -262,6 +269,11 @@ RULES: Rules = (
     ("lora_alpha", _only_with_peft(f"{MODEL}.lora_alpha")),
     ("use_rslora", _only_with_peft(f"{MODEL}.use_rslora")),
     ("lora_target_modules", _only_with_peft(f"{MODEL}.lora_target")),
+    ("load_in_4bit", _only_with_peft(f"{MODEL}.load_in_4bit")),
+    ("bnb_4bit_quant_type|use_bnb_nested_quant", _only_in_4_bits),
+    ("bnb_4bit_quant_storage", no_effect("the 4 bits are kept in bytes, whatever they stand for")),
+    ("load_in_8bit", same("", False)),
+    ("load_in_8bit", missing("its layers round activations, too, as no engine does: take load_in_4bit")),
     ("lora_dropout", missing("adapters have no dropout")),
     ("dataset_name", take_dataset),
     ("dataset_train_split|dataset_config", take_part),
@@ -277,6 +289,7 @@ RULES: Rules = (
     ("learning_rate|weight_decay|adam_beta1|adam_beta2|adam_epsilon|max_grad_norm|warmup_steps|lr_scheduler_type|"
      "lr_scheduler_kwargs", lambda key: Outcome("renamed", (*ARGS.split("."), key.path[0]), key.value)),
     ("optim", same("AdamW", "adamw_torch", "adamw_torch_fused")),
+    ("optim", become(f"{ARGS}.optim", lambda name: "adamw_8bit" if name in ADAMW_8BIT else None)),
     ("per_device_train_batch_size", take_batch),
     ("gradient_accumulation_steps", same("in rollout_batch_size")),
     ("num_processes", same("in rollout_batch_size")),

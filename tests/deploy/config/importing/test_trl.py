@@ -421,3 +421,27 @@ def test_checkpoints_that_trl_keeps_are_kept(keys: str, kept: int | None, tmp_pa
     """Without an interval Offbeat's is shorter than TRL's 500 steps, and the newest are kept."""
     tree, _, _ = translate_trl(write(tmp_path, "sft.yaml", SFT + keys))
     assert tree.get("max_ckpt_to_keep") == kept
+
+
+def test_quantized_fine_tuning(tmp_path: Path):
+    quantized = "load_in_4bit: true\nuse_bnb_nested_quant: true\nbnb_4bit_quant_type: fp4\noptim: adamw_bnb_8bit\n"
+    imported = import_trl(write(tmp_path, "sft.yaml", SFT + quantized + "bnb_4bit_quant_storage: bfloat16\n"))
+    assert imported.to_do == ()
+    config = validate_tree(imported.tree)
+    args = config.actor_train.model_args
+    assert (args.load_in_4bit, args.bnb_4bit_quant_type, args.use_bnb_nested_quant) == (True, "fp4", True)
+    assert config.actor_train.training_args.optim == "adamw_8bit"
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "status"),
+    [
+        ("bnb_4bit_quant_type: fp4", "bnb_4bit_quant_type", "no effect"),
+        ("load_in_8bit: true", "load_in_8bit", "no counterpart"),
+        ("optim: paged_adamw_8bit", "optim", "no counterpart"),
+    ],
+)
+def test_keys_of_quantization_without_effect_or_counterpart(tmp_path: Path, keys: str, key: str, status: str):
+    imported = import_trl(write(tmp_path, "sft.yaml", f"{SFT}{keys}\n"))
+    assert statuses(list(imported.keys))[key] == status
+    assert not validate_tree(imported.tree).actor_train.model_args.load_in_4bit
