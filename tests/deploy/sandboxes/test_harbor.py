@@ -107,6 +107,11 @@ async def test_a_task_that_needs_a_container_is_refused(tmp_path: Path):
         await run(folder.path, tmp_path, name="nop")
 
 
+async def test_a_network_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"limits\.network: Harbor's environment has no network"):
+        await run(OWN_TASKS / "sort-names", tmp_path, limits={"image": "ubuntu", "network": "task"}, name="nop")
+
+
 @pytest.fixture
 def image_task(tmp_path: Path) -> Iterator[Path]:
     """A task whose own image exists."""

@@ -23,6 +23,7 @@ from swerex.runtime.abstract import (
 )
 
 from offbeat.deploy.sandboxes.swe_rex import SandboxDeployment, SandboxRuntime
+from offbeat.envs.sandbox.shell import ShellLimits
 from tests.envs.sandbox.test_shell import needs_shell
 
 pytestmark = needs_shell
@@ -38,6 +39,11 @@ async def runtime() -> AsyncIterator[SandboxRuntime]:
     assert not await deployment.is_alive()
     with pytest.raises(DeploymentNotStartedError):
         _ = deployment.runtime
+
+
+def test_a_network_is_refused():
+    with pytest.raises(ValueError, match=r"limits\.network: this deployment has no network"):
+        SandboxDeployment(limits=ShellLimits(image="ubuntu", network="task"))
 
 
 ACTIONS = {
