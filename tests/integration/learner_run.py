@@ -6,8 +6,6 @@ the bit. No engine and no Ray.
 
 import asyncio
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +25,7 @@ from offbeat.services.buffer.api import Counters
 from offbeat.services.buffer.learner_client import RedisLearnerBuffer
 from offbeat.services.keys import RunKeys
 from offbeat.services.telemetry import MetricRecord, RedisMetrics
+from tests.forked import ForkedProcess
 from tests.integration.scripted_player import play_forever
 from tests.paths import ROOT
 
@@ -61,30 +60,30 @@ class Run:
     config: RunConfig
     url: str
     redis: Redis
-    learners: list[subprocess.Popen[bytes]] = field(default_factory=list[subprocess.Popen[bytes]])
+    learners: list[ForkedProcess] = field(default_factory=list[ForkedProcess])
 
     @property
     def keys(self) -> RunKeys:
         return RunKeys(self.config.exp_name)
 
-    def start(self, *, patience_s: float | None = None) -> subprocess.Popen[bytes]:
+    def start(self, *, patience_s: float | None = None) -> ForkedProcess:
         """A learner process. patience_s: after which it calls a Redis that can't be used an outage."""
         program = ["-m", "offbeat.trainer.cli"] if patience_s is None else ["-c", IMPATIENT.format(patience_s)]
-        command = [sys.executable, *program, self.config.exp_name, "--redis", self.url]
+        command = [*program, self.config.exp_name, "--redis", self.url]
         with (self.config.output_dir / "stderr").open("wb") as errors:
-            self.learners.append(subprocess.Popen(command, env=ENVIRONMENT, stderr=errors))
+            self.learners.append(ForkedProcess(command, env=ENVIRONMENT, stderr=errors))
         return self.learners[-1]
 
-    def attach(self, *options: str) -> subprocess.Popen[bytes]:
+    def attach(self, *options: str) -> ForkedProcess:
         """A learner that a person attaches; what it says goes to `said`."""
-        command = [sys.executable, "-m", "offbeat.deploy.cli.app", "learner", "attach", self.config.exp_name, *options]
+        command = ["-m", "offbeat.deploy.cli.app", "learner", "attach", self.config.exp_name, *options]
         environment = {**ENVIRONMENT, "OFFBEAT_REDIS": self.url}
         with (self.config.output_dir / f"said-{len(self.learners)}").open("wb") as out:
-            learner = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
+            learner = ForkedProcess(command, env=environment, stdout=out, stderr=out, start_new_session=True)
         self.learners.append(learner)
         return learner
 
-    def said(self, learner: subprocess.Popen[bytes]) -> str:
+    def said(self, learner: ForkedProcess) -> str:
         """Everything that an attached learner has said so far."""
         return (self.config.output_dir / f"said-{self.learners.index(learner)}").read_text()
 
@@ -150,7 +149,7 @@ def prepared_run(url: str, config: RunConfig) -> Iterator[Run]:
 
 
 @contextmanager
-def killed_at_exit(learners: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+def killed_at_exit(learners: list[ForkedProcess]) -> Iterator[None]:
     try:
         yield
     finally:

@@ -1,7 +1,6 @@
 """A critic with processes of its own: bit for bit the one in the learner's process, also after a kill and a move."""
 
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.training.optimizer_step import Gauges
 from offbeat.trainer.training.policy_trainer import PolicyTrainer
 from tests.fakes import make_group, train_on
+from tests.forked import ForkedProcess
 from tests.integration.critic_rank import learned, run_world
 from tests.integration.learner_run import Run, a_run, rank_of
 from tests.waiting import wait_until_sync
@@ -81,7 +81,7 @@ def gauges(run: Run) -> dict[int, dict[str, float]]:
     }
 
 
-def kill_critic(run: Run, learner: subprocess.Popen[bytes]) -> None:
+def kill_critic(run: Run, learner: ForkedProcess) -> None:
     rank_of(learner.pid, 1).kill()
     assert learner.wait(timeout=120) != 0
     assert lines_of(run, "rank 1 (pid")

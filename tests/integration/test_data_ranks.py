@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,8 @@ from torch import Tensor
 
 from offbeat.envs.frozen_lake.rows import conversations, pairs, write_rows
 from offbeat.services.process import free_port
+from tests.forked import ForkedProcess
 from tests.integration.data_rank import CASES, PIPELINES, ROWS, STEPS
-from tests.paths import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # three ranks beside the tests of the mesh, on two cores
 
@@ -30,12 +28,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_rows(folder / f"{name}.jsonl", make(6 * ROWS))
         write_rows(folder / f"{name}_val.jsonl", make(4, seed=1))
     script = Path(__file__).with_name("data_rank.py")
-    running: list[subprocess.Popen[bytes]] = []
+    running: list[ForkedProcess] = []
     for world in (1, 2):
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
         for rank in range(world):
-            environment = {**os.environ, **address, "RANK": str(rank), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-            running.append(subprocess.Popen([sys.executable, str(script), str(folder)], env=environment))
+            environment = {**os.environ, **address, "RANK": str(rank), "OMP_NUM_THREADS": "1"}
+            running.append(ForkedProcess([script, folder], env=environment))
     assert [process.wait(timeout=500) for process in running] == [0, 0, 0]
     return folder / "out"
 

@@ -1,14 +1,13 @@
 """Teachers in the learner, in files and in a service of their own give the same weights, whoever is killed."""
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from offbeat.deploy.cli.distill import prepare_run
+from tests.forked import ForkedProcess
 from tests.integration.data_run import a_data_run
 from tests.integration.learner_run import ENVIRONMENT, Run
 from tests.waiting import wait_until_sync
@@ -27,9 +26,9 @@ BY_VLLM = (*IN_SERVICE, "teacher.lake.strategy_args.strategy_name=vllm")
 IN_FILES = ("teacher.lake.strategy_args.placement=files",)
 
 
-def start_scorer(run: Run, name: str) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-c", SCORER, run.config.exp_name, name, run.url]
-    run.learners.append(subprocess.Popen(command, env=ENVIRONMENT))  # killed at the end, like a learner
+def start_scorer(run: Run, name: str) -> ForkedProcess:
+    command = ["-c", SCORER, run.config.exp_name, name, run.url]
+    run.learners.append(ForkedProcess(command, env=ENVIRONMENT))  # killed at the end, like a learner
     return run.learners[-1]
 
 

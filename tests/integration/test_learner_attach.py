@@ -18,6 +18,7 @@ from redis.asyncio import Redis as AsyncRedis
 from offbeat.services.buffer.admin import BufferWatch
 from offbeat.services.keys import RunKeys
 from offbeat.services.weights.replica_reports import ReplicaReport, encode_report
+from tests.forked import ForkedProcess
 from tests.integration.learner_run import (
     ENVIRONMENT,
     ROOT,
@@ -53,7 +54,7 @@ def gradient_norms(run: Run) -> dict[int, float]:
     return {r.step: r.values["actor/grad_norm"].value for r in steps if r.step is not None}
 
 
-def follower_of(learner: "subprocess.Popen[bytes]") -> psutil.Process:
+def follower_of(learner: ForkedProcess) -> psutil.Process:
     """Rank 1."""
 
     found: list[psutil.Process] = []

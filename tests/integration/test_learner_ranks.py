@@ -2,8 +2,6 @@
 turns and batches."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,11 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from offbeat.services.process import free_port
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.process.remote_ranks import FollowerHost
+from tests.forked import ForkedProcess
 from tests.integration.algorithm_rank import ALGORITHMS
+from tests.integration.rank_processes import run_ranks
 from tests.integration.rendezvous_rank import RUN
 from tests.paths import ROOT
 
@@ -28,17 +27,16 @@ def test_two_processes_learn_what_one_learns(redis_url: str, tmp_path: Path) -> 
     model.mkdir()
     out.mkdir()
     write_tiny_policy(model, TinyPolicyConfig(num_hidden_layers=1), ["a", "b", "c", "d"])
-    environment = {"PYTHONPATH": str(ROOT)}
-    rank = [sys.executable, str(HERE / "algorithm_rank.py"), str(model), str(out)]
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "1", "RANK": "0"}
-    subprocess.run(rank, env={**os.environ, **environment, **address}, check=True, timeout=240)
+    run_ranks("algorithm_rank.py", 1, model, out)
 
-    leader = [sys.executable, str(HERE / "rendezvous_rank.py"), str(model), str(out), redis_url]
-    host = FollowerHost(RUN, redis_url, 1, timeout_s=60.0, command=rank, environment=environment)
+    rank = [sys.executable, str(HERE / "algorithm_rank.py"), str(model), str(out)]
+    host = FollowerHost(RUN, redis_url, 1, timeout_s=60.0, command=rank, environment={"PYTHONPATH": str(ROOT)})
     host.start()
+    leader = ForkedProcess([HERE / "rendezvous_rank.py", model, out, redis_url])
     try:
-        subprocess.run(leader, env={**os.environ, **environment}, check=True, timeout=240)
+        assert leader.wait(timeout=240) == 0
     finally:
+        leader.kill()
         host.stop()
 
     for name in ALGORITHMS:

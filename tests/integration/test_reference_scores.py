@@ -2,16 +2,14 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from offbeat.services.process import free_port
 from offbeat.trainer.training.score_files import ROWS_PER_FILE
+from tests.forked import ForkedProcess
 from tests.integration.reference_rank import NUM_ROWS, PAIR, write_rows
-from tests.paths import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -22,10 +20,7 @@ def test_a_stop_ends_the_scoring_of_rows_on_all_ranks(tmp_path: Path) -> None:
     script = Path(__file__).with_name("reference_rank.py")
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     running = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(tmp_path)],
-            env={**os.environ, **address, "RANK": str(rank), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )
+        ForkedProcess([script, tmp_path], env={**os.environ, **address, "RANK": str(rank), "OMP_NUM_THREADS": "1"})
         for rank in range(2)
     ]
     try:

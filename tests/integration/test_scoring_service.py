@@ -2,8 +2,6 @@
 
 import json
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import cast
@@ -12,6 +10,7 @@ import pytest
 import torch
 
 from offbeat.services.metric_registry import find_metric
+from tests.forked import ForkedProcess
 from tests.integration.learner_run import ENVIRONMENT, Run, a_run
 from tests.waiting import wait_until_sync
 
@@ -30,9 +29,9 @@ HF_INFER = "reference.strategy_args.strategy_name=hf_infer"
 SERVICE = (*PENALTY, HF_INFER, "reference.strategy_args.placement=service", "buffer.worker_timeout_s=4")
 
 
-def start_scorer(run: Run, name: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", SCORER, run.config.exp_name, name, run.url]
-    run.learners.append(subprocess.Popen(command, env=ENVIRONMENT))  # killed at the end, like a learner
+def start_scorer(run: Run, name: str) -> ForkedProcess:
+    command = ["-c", SCORER, run.config.exp_name, name, run.url]
+    run.learners.append(ForkedProcess(command, env=ENVIRONMENT))  # killed at the end, like a learner
     return run.learners[-1]
 
 
