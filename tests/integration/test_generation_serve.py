@@ -311,7 +311,7 @@ class ExpertsOfManyTokens:
 
 async def test_experts_that_do_not_fit_a_message_travel_as_an_object(mesh: Mesh) -> None:
     """A prompt's alone are over Serve's limit of 4 MiB, which failed the call again at each retry."""
-    name = f"experts-{RUN}"
+    name = f"experts-{os.getpid()}"  # without RUN, by which tests find the replica
     serve.run(ExpertsOfManyTokens.bind(), name=name, route_prefix=None)
     try:
         request = mesh.request(length=12_000)
