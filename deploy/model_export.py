@@ -23,12 +23,12 @@ from offbeat.deploy.config.checks.weight_files import weight_shapes
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.play.policy import policy_folder
 from offbeat.services.chat.append_only import load_chat_format
-from offbeat.services.generation.adapter_settings import ADAPTER_CONFIG
+from offbeat.services.generation.adapter_settings import ADAPTER_CONFIG, QUANTIZATION_CONFIG
 from offbeat.services.generation.checkpoint_names import checkpoint_tensors
 from offbeat.trainer.models.export import copy_model_files, export_weights
 from offbeat.trainer.models.loading import policy_loader
 from offbeat.trainer.models.lora import base_paths
-from offbeat.trainer.models.quantization import QUANTIZATION_CONFIG, quantize, read_quantization
+from offbeat.trainer.models.quantization import quantize, read_quantization
 
 ADAPTER = "adapter"
 """Folder of a checkpoint."""

@@ -6,6 +6,8 @@ from pathlib import Path
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+QUANTIZATION_CONFIG = "quantization_config.json"
+"""How an adapter's base is quantized, as transformers' `BitsAndBytesConfig` has it."""
 PREFIX = "base_model.model."
 """Of the names of factors."""
 

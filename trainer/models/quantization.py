@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from offbeat.services.generation.adapter_settings import QUANTIZATION_CONFIG
 from offbeat.trainer.config.actor_train import ModelArgs
 
-QUANTIZATION_CONFIG = "quantization_config.json"
-"""Beside an adapter: how its base is quantized, as transformers' `BitsAndBytesConfig` has it."""
 BLOCK_SIZE = 64
 """Weights with one scale; bitsandbytes' default, and QLoRA's."""
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.models.initial_adapter import with_initial_adapters
 from offbeat.trainer.models.loading import load_policy
-from offbeat.trainer.models.lora import adapted_layers, unmerged_weights
+from offbeat.trainer.models.lora import adapted_layers, save_adapter, unmerged_weights
 from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.models.quantization import quantized_layers
 from tests.families import pack, write_family
@@ -188,3 +188,14 @@ def test_gradient_checkpointing_gives_the_same_gradients(folder: Path) -> None:
         grads.append([p.grad for p in policy.parameters() if p.grad is not None])
     assert len(grads[0]) > 0
     assert all(torch.equal(one, two) for one, two in zip(*grads, strict=True))
+
+
+def test_an_adapter_on_a_quantized_base_starts_a_run(folder: Path, tmp_path: Path) -> None:
+    """The policy goes on where it ended, which is then the reference."""
+    policy, engine = trained(folder, FOUR_BITS)
+    save_adapter(tmp_path / "adapter", dict(engine.tensors("adapter")), FOUR_BITS, folder)
+    args = FOUR_BITS.model_copy(update={"adapter_name_or_path": str(tmp_path / "adapter")})
+    again = load_policy(folder, args, seed=1)
+    assert torch.equal(logprobs_of(again), logprobs_of(policy))
+    with with_initial_adapters(again):
+        assert torch.equal(logprobs_of(again), logprobs_of(policy))

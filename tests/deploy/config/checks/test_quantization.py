@@ -1,5 +1,6 @@
 """What 4-bit weights under adapters, and moments of 8 bits, can't be combined with."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,11 +8,14 @@ import pytest
 from pydantic import ValidationError
 
 from offbeat.deploy.config.checks.memory import learner_gib
+from offbeat.deploy.config.checks.quantization import check_quantization
 from offbeat.deploy.config.checks.run import check_settings
 from offbeat.deploy.config.loader import compose_tree, validate_tree
 from offbeat.deploy.config.run import RunConfig
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.models.loading import load_policy
+from offbeat.trainer.models.quantization import write_quantization
+from tests.deploy.config.checks.test_initial_adapter import write_adapter
 from tests.families import write_family
 from tests.paths import CONFIGS
 
@@ -97,3 +101,41 @@ def test_the_least_memory_of_a_learner_counts_half_a_byte_per_weight(tmp_path: P
     wide, narrow = (learner_gib(lora(*of_model, *more)) for more in ((), FOUR_BITS[:1]))
     assert wide is not None
     assert narrow == pytest.approx(wide / 4)
+
+
+@pytest.mark.parametrize(
+    ("of_checkpoint", "of_run", "path", "says"),
+    [
+        ({"load_in_4bit": True}, {}, "load_in_4bit", "false, and .* were trained with true"),
+        ({}, {"load_in_4bit": True}, "load_in_4bit", "true, and .* were trained with false"),
+        (
+            {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+            {"load_in_4bit": True},
+            "bnb_4bit_quant_type",
+            "nf4, and .* were trained with fp4",
+        ),
+        (
+            {"load_in_4bit": True},
+            {"load_in_4bit": True, "use_bnb_nested_quant": True},
+            "use_bnb_nested_quant",
+            "true, and .* were trained with false",
+        ),
+    ],
+)
+def test_a_resumed_runs_base_keeps_its_bits(
+    tmp_path: Path, of_checkpoint: dict[str, object], of_run: dict[str, object], path: str, says: str
+) -> None:
+    """The learner would read the bits of the checkpoint as values of another kind."""
+    adapter = write_adapter(tmp_path / "adapter")
+    trained: dict[str, object] = {"lora_target": "q_proj,v_proj", "lora_rank": 4, "lora_alpha": 12.0}
+    if of_checkpoint:
+        write_quantization(adapter, ModelArgs.model_validate(trained | of_checkpoint))
+
+    def found(args: dict[str, object]) -> dict[str, str]:
+        tree = {"actor_train": {"model_args": trained | args}, "resume_from_checkpoint": str(tmp_path)}
+        return {issue.path: issue.message for issue in check_quantization(validate_tree(tree))}
+
+    assert found(of_checkpoint) == {}
+    (only,) = found(of_run).items()
+    assert only[0] == f"{MODEL}.{path}"
+    assert re.match(says, only[1])
