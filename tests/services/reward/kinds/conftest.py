@@ -11,6 +11,10 @@ import pytest
 Reply = tuple[int, bytes]
 
 
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 128  # connections that wait while the machine is busy
+
+
 class Service:
     def __init__(self) -> None:
         self.requests: list[Any] = []
@@ -36,7 +40,7 @@ class Service:
 
             def log_message(self, format: str, *args: Any) -> None: ...
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = _Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}/score"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
