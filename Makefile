@@ -11,7 +11,7 @@ SHELL := /bin/bash
 
 VENV := .venv
 BIN := $(VENV)/bin
-PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 EXTRA ?= $(or $(patsubst $(VENV)/.installed-%,%,$(firstword $(wildcard $(VENV)/.installed-*))),cpu)
 CONFIG ?= deploy/configs/quickstart.yaml
 HARBOR_PYTHON ?= python3.12
@@ -40,9 +40,9 @@ help: ## list the commands
 setup: $(STAMP) ## install everything into .venv, once
 
 $(STAMP): pyproject.toml
-	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed, and neither is on PATH" >&2; exit 1; }
-	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' \
-		|| { echo "Python 3.11 or 3.12 is needed; $(PYTHON) is another one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 is needed, and none is on PATH" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
+		|| { echo "Python 3.11, 3.12 or 3.13 is needed; $(PYTHON) is another one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@test -z "$(filter-out $@,$(wildcard $(VENV)/.installed-*))" || { echo "Removing $(VENV), which has another EXTRA"; rm -rf $(VENV); }
 	@echo "Setting up $(VENV) ..."
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)

@@ -213,7 +213,7 @@ def test_a_long_row_is_left_unlearned_or_cut(policy: Path):
         ({"messages": [{"content": "x"}]}, r"messages\[0\]: expected an object with role and content"),
         ({"messages": [SAY, {"role": "assistant"}]}, r"messages\[1\]: a message needs content or tool_calls"),
         ({"messages": [SAY, ANSWER], "tools": "{"}, "tools: not JSON"),
-        ({"messages": [SAY, ANSWER], "tools": "[" * 3000}, "tools: not JSON: maximum recursion depth"),
+        ({"messages": [SAY, ANSWER], "tools": "[" * 100_000}, "tools: not JSON: maximum recursion depth"),
         ({"messages": [SAY, ANSWER | {"content": "cut \ud83d"}]}, "surrogates not allowed"),
     ],
 )
