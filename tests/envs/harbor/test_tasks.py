@@ -141,9 +141,7 @@ def test_settings_beyond_a_shell_are_named(task_folder: TaskFolder, lines: str, 
 
 def test_compose_files_images_and_verifiers_beyond_a_shell_are_named(task_folder: TaskFolder):
     task_folder.write("environment/docker-compose.yaml", "")
-    task_folder.write(
-        "tests/test.sh", "# apt-get\ncurl -LsSf https://astral.sh/uv/install.sh | sh\nuvx sh /tests\n"
-    )
+    task_folder.write("tests/test.sh", "# apt-get\ncurl -LsSf https://astral.sh/uv/install.sh | sh\nuvx sh /tests\n")
     assert obstacles(task_folder) == (
         "environment/docker-compose.yaml: several services",
         "its verifier calls curl (tests/test.sh): needs the network (sandbox: {image: task, network: verifier})",
