@@ -43,6 +43,6 @@ def test_a_call_that_no_client_could_read_stays_text(hermes: ChatTemplate, call:
 
 
 def test_a_conversation_that_is_too_deeply_nested_is_refused(hermes: ChatTemplate):
-    deep = ChatMessage("assistant", "", (ToolCall("f", '{"a":' * 3000 + "1" + "}" * 3000),))
+    deep = ChatMessage("assistant", "", (ToolCall("f", '{"a":' * 100_000 + "1" + "}" * 100_000),))
     with pytest.raises(UnusableError, match="recursion"):
         hermes.render([ChatMessage("user", "a"), deep], (FUNCTION,), prompt=True)
