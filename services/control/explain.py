@@ -23,7 +23,7 @@ from offbeat.services.control.explain_episodes import (
 )
 from offbeat.services.control.explain_load import explain_preemptions
 from offbeat.services.control.failed_groups import advise_failed
-from offbeat.services.control.failing_episodes import FailingEpisodes
+from offbeat.services.control.failing_episodes import read_failing
 from offbeat.services.control.interfaces import Health, Observation
 from offbeat.services.control.run import RunState
 
@@ -48,11 +48,18 @@ def chain(snapshot: RunSnapshot) -> list[Cause]:
 
 def _failing(snapshot: RunSnapshot) -> list[Cause]:
     """Report episodes that often fail: only passing ones are trained."""
-    failing = FailingEpisodes.of(snapshot.workers.values(), since=snapshot.record.started_at)
-    if snapshot.record.state.is_terminal or not failing.many_fail:
+    if snapshot.record.state.is_terminal:
         return []
-    detail = {"failed": failing.recent_failed, "of": failing.recent, "trace": failing.trace}
-    return [Cause("episodes", "fail", failing.describe_many(), detail=detail)]
+    return [
+        Cause(
+            "episodes" if each.what == "episodes" else "rewards",
+            "fail",
+            each.describe_many(),
+            detail={"failed": each.recent_failed, "of": each.recent, "trace": each.trace},
+        )
+        for each in read_failing(snapshot.workers.values(), since=snapshot.record.started_at)
+        if each.many_fail
+    ]
 
 
 def _failed(snapshot: RunSnapshot) -> list[Cause]:

@@ -10,6 +10,8 @@ from offbeat.services.messages.types import EpisodeKind
 
 MAX_FAILED_SHARE = 0.25
 """Share of recent episodes above which failures are reported."""
+COUNTED = {"episodes": "episodes", "comparisons": "comparisons of groups"}
+"""Key of a worker's report -> what it counts."""
 NAME = "failing_episodes"
 ENVS, BAD_ROW, BAD_TASK, REWARD = "custom_envs.", "bad_row", "bad_task", "reward_"
 CAUSE = "they are repeated, so that only those which pass are trained"
@@ -20,7 +22,7 @@ MAX_SILENCE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class FailingEpisodes:
-    """Sums over workers, and a worker's last failure."""
+    """Sums over workers of episodes, or of comparisons of whole groups by rewards, and a worker's last failure."""
 
     finished: int = 0
     failed: int = 0
@@ -31,22 +33,27 @@ class FailingEpisodes:
     """Configuration key to change."""
     error: str = ""
     trace: str = ""
+    what: str = "episodes"
 
     @classmethod
-    def of(cls, reports: Iterable[Mapping[str, Any]], since: float) -> "FailingEpisodes":
-        """Sum reports made since a Unix time; recent episodes are those of workers that still report."""
-        made = [report for report in reports if "episodes" in report and report["at"] >= since]
+    def of(cls, reports: Iterable[Mapping[str, Any]], since: float, counted: str = "episodes") -> "FailingEpisodes":
+        """Sum reports made since a Unix time; recent episodes are those of workers that still report.
+
+        counted: a key of `COUNTED`.
+        """
+        made = [report for report in reports if counted in report and report["at"] >= since]
         if not made:
             return cls()
         times = [report.get("received", report["at"]) for report in made]  # older workers report `at` alone
-        outcomes = [report["episodes"] for report in made]
+        outcomes = [report[counted] for report in made]
         alive = [each for each, at in zip(outcomes, times, strict=True) if at >= max(times) - MAX_SILENCE_S]
         sums = {key: sum(each[key] for each in outcomes) for key in ("finished", "failed")}
         sums |= {key: sum(each[key] for each in alive) for key in ("recent", "recent_failed")}
         last = next((each for each in [*alive, *outcomes] if each.get("error")), {})
         key = last.get("key") or f"custom_envs.{last.get('tag', '')}"  # older workers report the tag
         named = {name: last.get(name, "") for name in ("error", "trace")}
-        return cls(**sums, limit=max(each["limit"] for each in outcomes), key=key, **named)
+        limit = max(each["limit"] for each in outcomes)
+        return cls(**sums, limit=limit, key=key, **named, what=COUNTED[counted])
 
     @property
     def all_failed(self) -> bool:
@@ -59,7 +66,7 @@ class FailingEpisodes:
 
     def describe_all(self) -> str:
         trial = "; `offbeat env check` and `offbeat play` try it without a run" if self.key.startswith(ENVS) else ""
-        what = f"all of the first {self.failed} episodes failed: {self.error}"
+        what = f"all of the first {self.failed} {self.what} failed: {self.error}"
         return f"{what}\nFix {self.key}{trial}.\n\n{self.trace}".rstrip()
 
     @property
@@ -70,7 +77,13 @@ class FailingEpisodes:
         return RunFinding(NAME, self.describe_many(), cause, (self.key,))
 
     def describe_many(self) -> str:
-        return f"{self.recent_failed} of the last {self.recent} episodes failed, in {self.key}: {self.error}"
+        return f"{self.recent_failed} of the last {self.recent} {self.what} failed, in {self.key}: {self.error}"
+
+
+def read_failing(reports: Iterable[Mapping[str, Any]], since: float) -> list[FailingEpisodes]:
+    """Return what failed of a run's episodes, and of the comparisons of its groups."""
+    made = list(reports)
+    return [FailingEpisodes.of(made, since, counted) for counted in COUNTED]
 
 
 def find_failing(totals: Mapping[str, float]) -> RunFinding | None:

@@ -8,7 +8,7 @@ from typing import Protocol
 from offbeat.services.buffer.api import GroupProgress, Quarantined, Snapshot
 from offbeat.services.control.causes import Cause, RunSnapshot
 from offbeat.services.control.explain import chain
-from offbeat.services.control.failing_episodes import FailingEpisodes
+from offbeat.services.control.failing_episodes import read_failing
 from offbeat.services.control.rates import RunRates
 from offbeat.services.control.run import ComponentReports, ForeignRecordError, LearnerReport, RunRecord, RunState
 from offbeat.services.control.schemas import (
@@ -139,9 +139,8 @@ def _download_phase(record: RunRecord) -> str:
 
 
 def _findings(record: RunRecord, learner: LearnerReport, reports: ComponentReports) -> list[RunFinding]:
-    failing = FailingEpisodes.of(reports.workers.values(), since=record.started_at).finding
-    first = [failing] if failing is not None and not record.state.is_terminal else []
-    return [*first, *learner.findings]
+    failing = [] if record.state.is_terminal else read_failing(reports.workers.values(), since=record.started_at)
+    return [*(finding for each in failing if (finding := each.finding) is not None), *learner.findings]
 
 
 def _staleness(learner: LearnerReport, settings: Settings) -> StalenessView:

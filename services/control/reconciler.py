@@ -17,7 +17,7 @@ from redis import exceptions as redis_errors
 
 from offbeat.services.control.claims import claim_chosen
 from offbeat.services.control.downloads import complete_record
-from offbeat.services.control.failing_episodes import FailingEpisodes
+from offbeat.services.control.failing_episodes import read_failing
 from offbeat.services.control.interfaces import Component, Health, Observation, RunMesh
 from offbeat.services.control.lost_records import LostRecords
 from offbeat.services.control.reports import Reports
@@ -242,12 +242,12 @@ class Reconciler:
         return "" if learner.has_trained else describe_untrained(learner.findings)
 
     async def _find_broken_env(self, record: RunRecord) -> str:
-        """Return an error if every episode failed before the first step."""
+        """Return an error if every episode, or every comparison of a group, failed before the first step."""
         if (await self._store.components.progress(record.run_id)).step > 0:
             return ""
         reports = await self._store.components.reports(record.run_id)
-        failing = FailingEpisodes.of(reports.workers.values(), since=record.started_at)
-        return failing.describe_all() if failing.all_failed else ""
+        failing = read_failing(reports.workers.values(), since=record.started_at)
+        return next((each.describe_all() for each in failing if each.all_failed), "")
 
     async def _record_running(self, record: RunRecord) -> RunState:
         state = RunState.PAUSED if record.wanted is DesiredState.PAUSED else RunState.RUNNING

@@ -4,8 +4,10 @@ Invariant: a group is submitted with all its rewards, or its task fails by reaso
 """
 
 import time
+from collections.abc import Mapping
 
 from offbeat.services.buffer.api import RolloutBuffer, SubmitResult
+from offbeat.services.buffer.members import Addition
 from offbeat.services.messages.types import EpisodeTask
 from offbeat.services.retry import retry_until_answered
 from offbeat.services.reward.sample import decode_member
@@ -16,7 +18,10 @@ from offbeat.services.rollout.wait_status import Wait, Waiting
 
 
 class GroupScoring:
-    def __init__(self, worker_id: str, buffer: RolloutBuffer, rewards: EpisodeRewards, reporter: WorkerMetrics) -> None:
+    def __init__(
+        self, worker_id: str, buffer: RolloutBuffer, rewards: EpisodeRewards | None, reporter: WorkerMetrics
+    ) -> None:
+        """rewards: None: of a run that was resumed without rewards, whose groups get none."""
         self._worker_id = worker_id
         self._buffer = buffer
         self._rewards = rewards
@@ -29,10 +34,17 @@ class GroupScoring:
         blobs = await retry_until_answered(lambda: self._buffer.samples(self._worker_id, task))
         if not blobs:
             return SubmitResult.LATE
+        if self._rewards is None:
+            return await self._complete(task, {}, waiting)
         began = time.monotonic()
         members = [decode_member(blob) for blob in blobs.values()]
         additions = await self._rewards.compare(members, task.number)
-        self._reporter.group_scored(tag, members, additions, time.monotonic() - began)
+        seconds = time.monotonic() - began
+        result = await self._complete(task, dict(zip(blobs, additions, strict=True)), waiting)
+        if result is SubmitResult.COMPLETED:
+            self._reporter.group_scored(tag, members, additions, seconds)
+        return result
+
+    async def _complete(self, task: EpisodeTask, additions: Mapping[int, Addition], waiting: Waiting) -> SubmitResult:
         waiting.enter(Wait.BUFFER)
-        by_index = dict(zip(blobs, additions, strict=True))
-        return await retry_until_answered(lambda: self._buffer.score_group(self._worker_id, task, by_index))
+        return await retry_until_answered(lambda: self._buffer.score_group(self._worker_id, task, additions))

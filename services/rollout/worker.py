@@ -29,7 +29,7 @@ from offbeat.services.rollout.episode_limit import EpisodeLimit
 from offbeat.services.rollout.episodes.transcript import Transcript
 from offbeat.services.rollout.group_scoring import GroupScoring
 from offbeat.services.rollout.metrics import WorkerMetrics
-from offbeat.services.rollout.outcomes import EpisodeOutcomes, key_of
+from offbeat.services.rollout.outcomes import REWARDS_KEY, EpisodeOutcomes, key_of
 from offbeat.services.rollout.player import EpisodePlayer
 from offbeat.services.rollout.rewards import EpisodeRewards, ScoredEpisode
 from offbeat.services.rollout.slots import Slot, SlotPool
@@ -100,7 +100,7 @@ class EnvWorker:
         self._rewards = rewards
         self._waits = Waits()
         self._reporter = WorkerMetrics(worker_id)
-        self._scoring = None if rewards is None else GroupScoring(worker_id, buffer, rewards, self._reporter)
+        self._scoring = GroupScoring(worker_id, buffer, rewards, self._reporter)
         self._player = EpisodePlayer(
             settings,
             worker_id,
@@ -113,6 +113,8 @@ class EnvWorker:
             prompts=prompts,
         )
         self._outcomes = EpisodeOutcomes(settings.train_env_manager.group_size)
+        self._comparisons = EpisodeOutcomes(settings.train_env_manager.group_size)
+        """Of rewards of whole groups."""
         self._playing: dict[EpisodeTask, asyncio.Task[None]] = {}
         managers = {EpisodeKind.TRAIN: settings.train_env_manager, EpisodeKind.EVAL: settings.val_env_manager}
         limits = {kind: limit for kind, manager in managers.items() if (limit := manager.max_env_num_per_worker)}
@@ -261,7 +263,8 @@ class EnvWorker:
             return
         cpu, share = CpuShare(CPU_WINDOW), 0.0
         while True:
-            report = {**self._waits.report(), "episodes": self._outcomes.report(), "cpu": share}
+            outcomes = {"episodes": self._outcomes.report(), "comparisons": self._comparisons.report()}
+            report = {**self._waits.report(), **outcomes, "cpu": share}
             await retry_until_answered(lambda board=self._board, report=report: board.show(self._worker_id, report))
             await asyncio.sleep(WAIT_STATUS_INTERVAL_S)
             share = cpu.take()
@@ -335,17 +338,23 @@ class EnvWorker:
             is_expected = isinstance(error, MeshError)
             logger.warning("episode %s/%s failed: %s", task.group_id, task.index, error, exc_info=not is_expected)
             self._reporter.failed(task.kind, tag, reason)
-            self._outcomes.failed(DATASET_KEY if self._player.is_row(task) else key_of(error, tag), error)
+            self._count_failure(task, tag, error)
             await retry_until_answered(lambda: self._buffer.fail(self._worker_id, task, reason))
         else:
-            self._reporter.submitted(task.kind, tag, result.value)
+            if not task.is_scoring:
+                self._reporter.submitted(task.kind, tag, result.value)
+
+    def _count_failure(self, task: EpisodeTask, tag: str, error: Exception) -> None:
+        if task.is_scoring:
+            self._comparisons.failed(REWARDS_KEY, error)
+        else:
+            self._outcomes.failed(DATASET_KEY if self._player.is_row(task) else key_of(error, tag), error)
 
     async def _play_or_score(self, task: EpisodeTask, env_task: Task, slot: Slot, waiting: Waiting) -> SubmitResult:
         """Submit an episode, or the rewards of a group; raises EpisodeError."""
         if task.is_scoring:
-            assert self._scoring is not None, "groups wait for rewards"
             result = await self._scoring.run(task, env_task.tag, slot, waiting)
-            self._outcomes.finished()
+            self._comparisons.finished()
             return result
         transcript = None if self._rewards is None else self._rewards.begin(env_task.tag)
         trajectory, member = await self._player.make_trajectory(task, env_task, waiting, transcript), None
@@ -355,8 +364,7 @@ class EnvWorker:
         waiting.enter(Wait.BUFFER)
         await slot.finish_and_wait_for_flush()
         result = await retry_until_answered(lambda: self._buffer.submit(self._worker_id, task, trajectory, sample))
-        if member is None:  # else the group's rewards tell whether it can be trained
-            self._outcomes.finished()
+        self._outcomes.finished()
         self._reporter.finished(task.kind, trajectory, is_scored=member is None)
         return result
 

@@ -198,10 +198,10 @@ async def test_a_failed_preparation_fails_the_run_with_its_cause(
     assert not record.resumable
 
 
-def report_of(finished: int, failed: int, at: float, limit: int = 16) -> str:
+def report_of(finished: int, failed: int, at: float, limit: int = 16, counted: str = "episodes") -> str:
     episodes = {"finished": finished, "failed": failed, "recent": finished + failed, "recent_failed": failed}
     last = {"limit": limit, "tag": "Hills", "error": "step_error: no slope", "trace": "Traceback\n  in step"}
-    return json.dumps({"at": at, "groups": {}, "evaluations": {}, "episodes": {**episodes, **last}})
+    return json.dumps({"at": at, "groups": {}, "evaluations": {}, counted: {**episodes, **last}})
 
 
 async def test_a_run_whose_every_episode_fails_ends_with_the_traceback(
@@ -217,6 +217,19 @@ async def test_a_run_whose_every_episode_fails_ends_with_the_traceback(
     assert record.error.startswith("all of the first 16 episodes failed: step_error: no slope\n")
     assert "custom_envs.Hills" in record.error
     assert record.error.endswith("Traceback\n  in step")
+    assert not record.resumable
+
+
+async def test_a_run_whose_every_groups_rewards_fail_ends(reconciler: Reconciler, store: RunStore, clock: FakeClock):
+    await reconcile_until(reconciler, RunState.RUNNING)
+    report = {
+        **json.loads(report_of(480, 0, clock())),
+        **json.loads(report_of(0, 16, clock(), counted="comparisons")),
+    }
+    await store.redis.hset(RunKeys("lake").doing, "w0", json.dumps(report))
+    await reconcile_until(reconciler, RunState.FAILED)
+    record = await store.load("lake")
+    assert record.error.startswith("all of the first 16 comparisons of groups failed: step_error: no slope\n")
     assert not record.resumable
 
 

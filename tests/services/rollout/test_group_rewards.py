@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,15 @@ from tokenizers import Tokenizer
 
 from offbeat.services.buffer.worker_client import AsyncRolloutBuffer
 from offbeat.services.chat.append_only import ChatFormat
+from offbeat.services.control.failing_episodes import FailingEpisodes, read_failing
 from offbeat.services.messages.types import Group, StopReason
 from offbeat.services.reward.config import RewardsConfig
 from offbeat.services.reward.sample import GroupMember
 from offbeat.services.rollout.actor import build_rewards
-from offbeat.services.rollout.config import OnEnvError
+from offbeat.services.rollout.config import CustomEnv, OnEnvError
 from offbeat.services.rollout.worker import EnvWorker
-from tests.fakes_rollout import FakeGeneration, FakeMetrics, worker_settings
-from tests.services.buffer.buffer_play import RUN, Run
+from tests.fakes_rollout import CountingEnv, FakeGeneration, FakeMetrics, worker_settings
+from tests.services.buffer.buffer_play import RUN, Run, trajectory_for
 from tests.services.reward.kinds.conftest import Service
 from tests.services.reward.kinds.test_group_verdicts import prefers
 from tests.services.reward.kinds.test_llm_judge import chat as judge_reply
@@ -31,6 +34,16 @@ HERE = f"{__name__}:"
 JUDGE = {"name": "better", "kind": "llm_judge", "scope": "group", "model": "m", "max_attempts": 1}
 LENGTH = {"name": "length", "kind": "function", "path": HERE + "num_words", "weight": 0.1}
 SEEN: list[Sequence[GroupMember]] = []
+MAY_COMPARE = threading.Event()
+
+
+class EveryFifthFails(CountingEnv):
+    steps = count()
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        if next(self.steps) % 5 == 0:
+            raise RuntimeError("no slope")
+        return super().step(action)
 
 
 def num_words(sample: Any) -> float:
@@ -40,6 +53,28 @@ def num_words(sample: Any) -> float:
 def remember(samples: Sequence[GroupMember]) -> list[float]:
     SEEN.append(samples)
     return [float(len(samples))] * len(samples)
+
+
+def wait_and_compare(samples: Sequence[GroupMember]) -> list[float]:
+    MAY_COMPARE.wait()
+    return [0.0] * len(samples)
+
+
+class Reports:
+    def __init__(self) -> None:
+        self.of_workers: dict[str, Mapping[str, Any]] = {}
+
+    async def show(self, worker_id: str, report: Mapping[str, Any]) -> None:
+        self.of_workers[worker_id] = {**report, "at": time.time()}
+
+    @property
+    def failing(self) -> list[FailingEpisodes]:
+        return read_failing(self.of_workers.values(), since=0.0)
+
+
+@pytest.fixture
+def reports() -> Reports:
+    return Reports()
 
 
 @pytest.fixture
@@ -59,10 +94,10 @@ def counting(tokenizer: Tokenizer) -> FakeGeneration:
 
 
 @pytest.fixture
-def play(run: Run, policy_folder: Path, chat: ChatFormat, counting: FakeGeneration):
+def play(run: Run, policy_folder: Path, chat: ChatFormat, counting: FakeGeneration, reports: Reports):
     @contextlib.asynccontextmanager
     async def make(num_workers: int, *rewards: dict[str, Any], **changes: Any) -> AsyncIterator[list[FakeMetrics]]:
-        config = RewardsConfig.model_validate_json(json.dumps({"rewards": rewards}))
+        config = RewardsConfig.model_validate_json(json.dumps({"rewards": rewards})) if rewards else None
         envs = {"Count": custom("CountingEnv", max_steps=1)}
         settings = worker_settings(policy_folder, **{"custom_envs": envs, "rewards": config, **changes})
         metrics = [FakeMetrics() for _ in range(num_workers)]
@@ -74,7 +109,8 @@ def play(run: Run, policy_folder: Path, chat: ChatFormat, counting: FakeGenerati
                 generation=counting,
                 metrics=sink,
                 chat=chat,
-                rewards=build_rewards(settings, None, chat),
+                board=reports,
+                rewards=build_rewards(settings, None, chat) if rewards else None,
                 clock=counting.clock,
             )
             for number, sink in enumerate(metrics)
@@ -144,6 +180,46 @@ async def test_a_judge_that_recovers_loses_no_group(run: Run, play, service: Ser
         groups = await take(run, 2)
     assert all("reward/better" in t.metrics for group in groups for t in group.trajectories)
     assert run.learner.counters().failed == {}
+
+
+async def test_a_judge_that_always_fails_is_told_from_envs_that_do(run: Run, play, service: Service, reports: Reports):
+    run.reconfigure(max_groups_in_flight=100, max_staleness=100.0)
+    async with play(2, judged(service, lambda _: "Hm.")):
+        await wait_until(lambda: any(each.all_failed for each in reports.failing))
+    episodes, comparisons = reports.failing
+    assert (episodes.failed, episodes.finished > 0, comparisons.finished) == (0, True, 0)
+    text = comparisons.describe_all()
+    assert text.startswith(f"all of the first {comparisons.failed} comparisons of groups failed: reward_malformed: ")
+    assert "\nFix rewards." in text
+
+
+async def test_episodes_whose_groups_wait_for_slow_rewards_have_not_failed(run: Run, play, reports: Reports):
+    run.reconfigure(max_groups_in_flight=100, max_staleness=100.0, max_attempts=9)
+    function = {"name": "slow", "kind": "function", "scope": "group", "path": HERE + "wait_and_compare"}
+    envs = {"Count": CustomEnv(env_type=HERE + "EveryFifthFails", execution="inline", max_steps=1)}
+    MAY_COMPARE.clear()
+    try:
+        async with play(1, {**function, "timeout_s": 600.0}, custom_envs=envs):
+            await wait_until(lambda: bool(reports.failing[0].limit) and reports.failing[0].failed >= 16)
+            episodes, comparisons = reports.failing
+            assert (episodes.all_failed, comparisons.all_failed) == (False, False)
+            assert (episodes.finished > episodes.failed, comparisons.finished) == (True, 0)
+            MAY_COMPARE.set()
+            await take(run, 1)
+    finally:
+        MAY_COMPARE.set()
+
+
+async def test_a_run_that_resumes_without_rewards_trains_the_groups_that_wait_for_some(
+    run: Run, play, reports: Reports
+):
+    run.reconfigure(total_groups=1)
+    for task in await run.buffer.claim("gone", 2):
+        await run.buffer.submit("gone", task, trajectory_for(task), b"sample")
+    async with play(1):
+        (group,) = await take(run, 1)
+    assert [trajectory.reward for trajectory in group.trajectories] == [1.0, 1.0]
+    assert [each.failed for each in reports.failing] == [0, 0]
 
 
 async def test_evaluations_leave_out_what_compares(run: Run, play, service: Service):
