@@ -10,6 +10,7 @@ from torch import nn
 
 from offbeat.trainer.config.actor_train import TrainingArgs
 from offbeat.trainer.engines.param_groups import adam_settings
+from offbeat.trainer.models.quantization import silence_bitsandbytes
 
 
 class Clipping:
@@ -47,6 +48,7 @@ def make_adamw(groups: Sequence[list[nn.Parameter]], training: TrainingArgs, *, 
     if clips:
         settings["max_grad_norm"] = training.max_grad_norm
     if training.optim == "adamw_8bit":
+        silence_bitsandbytes()
         from bitsandbytes.optim.adamw import AdamW8bit  # of an extra  # noqa: PLC0415
 
         kind = type("ClippingAdamW8bit", (Clipping, AdamW8bit), {}) if clips else AdamW8bit

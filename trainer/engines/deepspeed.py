@@ -318,7 +318,11 @@ def _deepspeed(device_type: str) -> Any:
         import deepspeed  # noqa: PLC0415
         import deepspeed.ops  # noqa: PLC0415
 
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    logger = logging.getLogger("DeepSpeed")
+    logger.setLevel(logging.WARNING)
+    logger.addFilter(
+        lambda record: "untested optimizer" not in record.getMessage()
+    )  # bitsandbytes', which is tested here
     if device_type == "cpu":
         deepspeed.ops.__compatible_ops__ = {}  # pyright: ignore[reportAttributeAccessIssue]
     return deepspeed

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from offbeat.services.generation.adapter_settings import ADAPTER_WEIGHTS, PREFIX
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.models.multimodal import towers
-from offbeat.trainer.models.quantization import QuantizedLinear, write_quantization
+from offbeat.trainer.models.quantization import QuantizedLinear, silence_bitsandbytes, write_quantization
 
 ADAPTER = "default"
 INITIAL = "initial"
@@ -44,6 +44,7 @@ def add_adapters(model: nn.Module, args: ModelArgs, seed: int) -> None:
 
 def inject_adapters(model: nn.Module, paths: Sequence[str], args: ModelArgs, name: str) -> None:
     """Adapt the linear layers of exactly these paths."""
+    silence_bitsandbytes()
     from peft import LoraConfig, inject_adapter_in_model  # slow to import  # noqa: PLC0415
 
     # PEFT maps names such as gate_proj, also in full paths, to the stacked experts of a mixture that it knows by its config
@@ -60,11 +61,13 @@ def inject_adapters(model: nn.Module, paths: Sequence[str], args: ModelArgs, nam
 
 
 def linear_paths(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return all linear layers but routers and towers, the output embedding included; stacked experts are none."""
+    """Return all linear layers but routers and towers, the output embedding included; stacked experts are none, nor are
+    subclasses, which may compute something else.
+    """
     return {
         path: module
         for path, module in language_modules(model)
-        if isinstance(module, nn.Linear) and ROUTER not in f".{path}."
+        if type(module) is nn.Linear and ROUTER not in f".{path}."
     }
 
 
@@ -77,6 +80,7 @@ def language_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def base_paths(model: Any) -> list[str]:
     """Return the linear layers of a frozen base, adapted ones included: all but routers, towers and the output embedding."""
     head = model.get_output_embeddings()
+    head = getattr(head, "base_layer", head)
     paths = {path for path, layer in linear_paths(model).items() if layer is not head}
     return sorted(path for path in paths if not any(factor in f"{path}." for factor in FACTORS))
 
@@ -173,6 +177,7 @@ def adapter_weights(module: nn.Module, wrapper: str) -> Iterator[ExportedWeight]
 
 
 def save_adapter(folder: Path, factors: Mapping[str, Tensor], args: ModelArgs, base: Path) -> None:
+    silence_bitsandbytes()
     from peft import LoraConfig  # noqa: PLC0415
 
     layers = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in factors})

@@ -5,7 +5,9 @@ exports have; checkpoints have the 4-bit values themselves.
 """
 
 import json
+import logging
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +56,7 @@ class QuantizedLinear(nn.Module):
         if not self._is_nested:
             return functional.QuantState(absmax=absmax.view(torch.float32), shape=self._shape, **settings)
         of_scales = self.get_buffer("scales_of_scales").view(torch.float32)
-        code = functional.create_dynamic_map().to(absmax.device)
+        code = _code_of_scales(absmax.device)
         nested = functional.QuantState(absmax=of_scales[:-1], code=code, blocksize=256, dtype=torch.float32)
         return functional.QuantState(absmax=absmax, shape=self._shape, offset=of_scales[-1], state2=nested, **settings)
 
@@ -72,7 +74,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].matmul(ctx.layer.weight), None
+        return grads[0].matmul(ctx.layer.weight.to(grads[0].dtype)), None  # 16 bits under autocast
 
 
 def quantize(model: nn.Module, paths: Iterable[str], args: ModelArgs, device: torch.device) -> None:
@@ -116,7 +118,20 @@ def read_quantization(folder: Path) -> ModelArgs | None:
     )
 
 
+def silence_bitsandbytes() -> None:
+    """Silence the warning of a missing kernel for CPUs with AVX512-BF16, when bitsandbytes is imported, as PEFT does."""
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
+@cache
+@torch.inference_mode(False)
+def _code_of_scales(device: torch.device) -> Tensor:
+    """Return the values that nested scales stand for."""
+    return _functional().create_dynamic_map().to(device)
+
+
 def _functional() -> Any:
+    silence_bitsandbytes()
     from bitsandbytes import functional  # of an extra, and slow to import  # noqa: PLC0415
 
     return functional

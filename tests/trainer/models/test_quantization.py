@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.models.initial_adapter import with_initial_adapters
 from offbeat.trainer.models.loading import load_policy
-from offbeat.trainer.models.lora import adapted_layers, save_adapter, unmerged_weights
+from offbeat.trainer.models.lora import adapted_layers, linear_paths, save_adapter, unmerged_weights
 from offbeat.trainer.models.policy import PackedPolicy
-from offbeat.trainer.models.quantization import quantized_layers
+from offbeat.trainer.models.quantization import QuantizedLinear, quantized_layers
 from tests.families import pack, write_family
 from tests.trainer.models.test_lora import logprobs_of, trained
 
@@ -58,6 +58,22 @@ def test_a_quantized_policy_is_an_unquantized_one_of_other_weights(
     grads = [{name: p.grad for name, p in model.named_parameters() if p.grad is not None} for model in (policy, twin)]
     assert grads[0].keys() == grads[1].keys()
     assert all(torch.equal(grad, grads[1][name]) for name, grad in grads[0].items())
+
+
+def gradients(model: PackedPolicy) -> dict[str, Tensor]:
+    with torch.autocast("cpu", torch.bfloat16):
+        logprobs = model(pack([torch.tensor([5, 3, 6, 4, 5]), torch.tensor([4, 6, 3])])).logprobs
+    logprobs.sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_gradients_under_autocast_are_those_of_the_same_values(folder: Path) -> None:
+    """As with DeepSpeed's torch_autocast."""
+    policy = load_policy(folder, FOUR_BITS, seed=1)
+    grads, expected = gradients(policy), gradients(dequantized_twin(policy, folder, FOUR_BITS))
+    assert grads.keys() == expected.keys()
+    assert any(grad.any() for grad in grads.values())
+    assert all(torch.equal(grad, expected[name]) for name, grad in grads.items())
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next", "granitemoehybrid", "gemma2", "deepseek_v3"])
@@ -146,6 +162,29 @@ def test_all_linear_layers_but_the_head_are_quantized_whatever_is_adapted(folder
         nn.Linear,
         nn.Embedding,
     }
+
+
+def test_an_adapted_head_stays_whole(tmp_path: Path) -> None:
+    """As transformers keeps it, with which users load the base of an exported adapter."""
+    write_family(tmp_path, "llama", tie_word_embeddings=False)
+    args = ModelArgs(lora_target="q_proj,lm_head", load_in_4bit=True)
+    policy = load_policy(tmp_path, args, seed=1)
+    head = adapted_layers(policy.model)["lm_head"]
+    assert type(head.base_layer) is nn.Linear
+    names = {name.rpartition(".")[2] for name, each in policy.named_modules() if isinstance(each, QuantizedLinear)}
+    assert names == {"base_layer", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    twin = dequantized_twin(policy, tmp_path, args)
+    assert torch.equal(logprobs_of(policy), logprobs_of(twin))
+
+
+def test_subclasses_of_linear_layers_are_neither_adapted_nor_quantized() -> None:
+    """Their own forward passes would be lost."""
+
+    class Doubled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    assert list(linear_paths(nn.ModuleDict({"plain": nn.Linear(2, 2), "doubled": Doubled(2, 2)}))) == ["plain"]
 
 
 def test_a_quantized_layer_keeps_half_a_byte_per_weight_and_its_scales(folder: Path) -> None:
