@@ -15,7 +15,7 @@ from offbeat.trainer.config.actor_train import ModelArgs, StrategyArgs, Training
 from offbeat.trainer.config.tiny_policy import TinyPolicyConfig
 from offbeat.trainer.engines.base import Hyperparameters, StepOutcome
 from offbeat.trainer.engines.deepspeed import STAGE_FILE, DeepSpeedEngine, _deepspeed, merge_settings, min_loss_scale
-from offbeat.trainer.engines.param_groups import LAYOUT_FILE
+from offbeat.trainer.engines.group_layout import LAYOUT_FILE
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.loading import load_critic, load_policy
 from offbeat.trainer.models.policy import PackedCritic

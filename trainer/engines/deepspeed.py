@@ -22,14 +22,13 @@ from offbeat.services.process import uncollected_imports
 from offbeat.trainer.config.actor_train import StrategyArgs, TrainingArgs
 from offbeat.trainer.engines.adamw import make_adamw
 from offbeat.trainer.engines.base import MIN_LOSS_SCALE, Hyperparameters, LossFunction, StepOutcome
+from offbeat.trainer.engines.group_layout import check_layout, write_layout
 from offbeat.trainer.engines.offload import move_moments
 from offbeat.trainer.engines.param_groups import (
     adam_settings,
     adopt,
-    check_layout,
     forget,
     parameter_groups,
-    write_layout,
 )
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.engines.rank_passes import OnRanks

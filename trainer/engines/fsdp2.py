@@ -23,14 +23,13 @@ from transformers import PreTrainedModel
 
 from offbeat.trainer.config.actor_train import TrainingArgs
 from offbeat.trainer.engines.base import MIN_LOSS_SCALE, Hyperparameters, LossFunction, StepOutcome
+from offbeat.trainer.engines.group_layout import check_layout, write_layout
 from offbeat.trainer.engines.offload import OffloadableStates
 from offbeat.trainer.engines.param_groups import (
     adam_settings,
     adopt,
-    check_layout,
     forget,
     parameter_groups,
-    write_layout,
 )
 from offbeat.trainer.engines.pipeline import Pipeline
 from offbeat.trainer.engines.process_group import Ranks

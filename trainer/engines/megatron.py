@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from offbeat.trainer.config.actor_train import TrainingArgs
 from offbeat.trainer.engines.adamw import ClippingAdamW
 from offbeat.trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
+from offbeat.trainer.engines.group_layout import check_layout, write_layout
 from offbeat.trainer.engines.offload import OffloadableStates
 from offbeat.trainer.engines.param_groups import (
     adam_settings,
     adopt,
-    check_layout,
     parameter_groups,
-    write_layout,
 )
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.engines.state_files import load_tensors

@@ -1,18 +1,15 @@
 """Optimizer parameter groups: the model's, then its value head's; with weight decay, those without decay apart."""
 
-import json
 from collections.abc import Iterable, MutableMapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from offbeat.trainer.config.actor_train import TrainingArgs
 from offbeat.trainer.engines.base import Hyperparameters
+from offbeat.trainer.engines.group_layout import splits_decay
 from offbeat.trainer.models.value_head import HEAD
 
-LAYOUT_FILE = "parameter_groups.json"
-"""Whether groups are split; absent before 0.2."""
 STEP = "step"
 """Count that AdamW keeps in the host's memory."""
 CODES = ("qmap1", "qmap2")
@@ -22,10 +19,6 @@ CODES = ("qmap1", "qmap2")
 class GroupKind(NamedTuple):
     is_head: bool
     decays: bool
-
-
-def splits_decay(training: TrainingArgs) -> bool:
-    return training.weight_decay > 0 and not training.decay_all_weights
 
 
 def parameter_groups(
@@ -65,24 +58,3 @@ def forget(states: Iterable[MutableMapping[str, Any]]) -> None:
                 value.zero_()
             elif name == STEP:
                 state[name] = 0
-
-
-def write_layout(folder: Path, training: TrainingArgs) -> None:
-    (folder / LAYOUT_FILE).write_text(json.dumps({"split": splits_decay(training)}))
-
-
-def check_layout(folder: Path, training: TrainingArgs) -> None:
-    path = folder / LAYOUT_FILE
-    was_split = path.is_file() and bool(json.loads(path.read_text())["split"])
-    if was_split == splits_decay(training) or not any(folder.iterdir()):  # the engine itself reports an empty folder
-        return
-    key = "actor_train.training_args"
-    if was_split:
-        raise RuntimeError(
-            f"{folder} was written with norms, biases and embeddings exempt from weight decay: set a positive "
-            f"{key}.weight_decay, and {key}.decay_all_weights=false"
-        )
-    raise RuntimeError(
-        f"{folder} was written with weight decay of all weights, or none: set {key}.decay_all_weights=true, or "
-        f"{key}.weight_decay=0"
-    )

@@ -161,11 +161,11 @@ def check_weights(folder: Path) -> Iterator[ConfigIssue]:
 
 
 def find_checkpoint(config: RunConfig) -> Path | None:
-    """Return the local checkpoint that a run resumes from, if any."""
+    """Return the local checkpoint that a run resumes from, if any; None for a URL."""
     resume = config.resume_from_checkpoint
     if isinstance(resume, Path):
         return resume
-    newest = newest_checkpoint(config.output_dir) if resume else None
+    newest = newest_checkpoint(config.output_dir) if resume is True else None
     return newest[1] if newest else None
 
 

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import fsspec
 
+from offbeat.deploy.config.checks.model import find_checkpoint
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_folder import holds_run
 from offbeat.trainer.config.issue import ConfigIssue
+from offbeat.trainer.engines.group_layout import check_layout
 from offbeat.trainer.training.checkpoint import LEARNER, MANIFEST, PREFIX
 
 RESUME = "resume_from_checkpoint"
@@ -19,7 +21,9 @@ def check_resume(config: RunConfig) -> Iterator[ConfigIssue]:
     resume, store = config.resume_from_checkpoint, config.checkpoint_config
     if resume is True and not holds_run(config.output_dir):
         yield ConfigIssue(RESUME, f"there is no run in {config.output_dir} to resume: leave it out")
-    if isinstance(resume, Path) and (problem := _find_problem(resume)):
+    if (isinstance(resume, Path) and (problem := _find_problem(resume))) or (
+        problem := _find_optimizer_problem(config)
+    ):
         yield ConfigIssue(RESUME, problem)
     if isinstance(resume, str) and (problem := _find_protocol_problem(resume)):
         yield ConfigIssue(RESUME, problem)
@@ -39,6 +43,18 @@ def _find_problem(folder: Path) -> str:
     newest = _newest_below(folder)
     remedy = f"take its newest one, {newest}" if newest else "it holds none either"
     return f"{folder} is not a complete checkpoint ({' and '.join(missing)} missing): {remedy}"
+
+
+def _find_optimizer_problem(config: RunConfig) -> str:
+    """Return what keeps the engine from loading the optimizer's state; empty if nothing, or if it is not local."""
+    checkpoint = find_checkpoint(config)
+    if checkpoint is None or not (state := checkpoint / "state" / "policy").is_dir():
+        return ""
+    try:
+        check_layout(state, config.actor_train.training_args)
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def _newest_below(folder: Path) -> Path | None:

@@ -12,6 +12,8 @@ from offbeat.deploy.config.checks.run import check_run
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import compose_tree, load_run, read_run, validate_tree
 from offbeat.deploy.config.validation import check_in_process
+from offbeat.trainer.config.actor_train import TrainingArgs
+from offbeat.trainer.engines.group_layout import write_layout
 from offbeat.trainer.training.checkpoint import LEARNER, MANIFEST
 from tests.paths import QUICKSTART, ROOT
 
@@ -31,6 +33,16 @@ def save(path: Path, serial: int, *, complete: bool = True) -> Path:
     if complete:
         path.joinpath(MANIFEST).write_text("{}")
     return path
+
+
+def test_moments_of_another_kind_than_the_checkpoints_are_refused(tmp_path: Path) -> None:
+    """The engine would end in a KeyError at its first step."""
+    state = save(tmp_path / "step-000002", 1) / "state" / "policy"
+    state.mkdir(parents=True)
+    write_layout(state, TrainingArgs())
+    assert problem(tmp_path / "step-000002") == ""
+    write_layout(state, TrainingArgs(optim="adamw_8bit"))
+    assert problem(tmp_path / "step-000002").endswith("set actor_train.training_args.optim=adamw_8bit")
 
 
 @pytest.mark.parametrize(
