@@ -13,7 +13,7 @@ from offbeat.envs.harbor.task import HarborTask, TaskStep, read_files
 from offbeat.envs.harbor.task_set import OWN_TASKS
 from offbeat.envs.sandbox.backend import AnyShell
 from offbeat.envs.sandbox.container import ContainerShell
-from offbeat.envs.sandbox.network import ContainerNetwork
+from offbeat.envs.sandbox.network import ContainerNetwork, check_network
 from offbeat.envs.sandbox.shell import CommandResult, ShellError, ShellLimits
 
 
@@ -70,7 +70,7 @@ class TaskTrial:
         """Run the verifier; a failure, which the policy may have caused, is part of the verdict.
 
         Raises:
-            NetworkError: the verifier has a network, and it was not there before it or is not after it.
+            NetworkError: the verifier has a network, and hosts can't be reached before or after it.
         """
         shell = self.machine.shell
         env = shell.verifier_env() | resolve(self.task.file.environment.env | step.verifier_env)
@@ -88,8 +88,8 @@ class TaskTrial:
         except ShellError as error:
             verdict = TaskVerdict({}, str(error))
         if self._network is not None:
-            self._network.probe()
             self._disconnect()
+            check_network(self._limits)
         return verdict
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from offbeat.envs.sandbox.container_engine import (
     trusted_env,
 )
 from offbeat.envs.sandbox.links import MAX_LINKS, prefixes, resolve
-from offbeat.envs.sandbox.network import ContainerNetwork
+from offbeat.envs.sandbox.network import ContainerNetwork, check_network
 from offbeat.envs.sandbox.run import STARTUP_TIMEOUT_S, IsolationError, join_output
 from offbeat.envs.sandbox.shell import (
     HOME,
@@ -234,7 +234,14 @@ class ContainerShell:
         return self.command_env()
 
     def connect(self) -> ContainerNetwork:
-        """Connect the container to a network; raises NetworkError, or ShellError if it has ended."""
+        """Connect the container to a network.
+
+        Raises:
+            NetworkError: it can't be connected, or a host of `network_probe` can't be reached.
+            ShellError: the container has ended.
+            IsolationError: podman or docker does not answer, which no command in the container causes.
+        """
+        check_network(self._limits)
         return ContainerNetwork(read_pid(self.image, self._name), self._limits)
 
     def close(self) -> None:

@@ -18,7 +18,14 @@ from tests.envs.harbor.task_folder import TaskFolder, write_image_task
 from tests.envs.sandbox.images import remove_images
 from tests.envs.sandbox.networks import DOWNLOAD, Server, require_network, start_server
 
+PROGRAMS = {
+    "more connections than a process may have": """
+for i in $(seq 1500); do echo x > /dev/udp/{address}/9999; done""",
+    "more memory than the container has": """
+for i in $(seq 9); do head -c 60M /dev/zero > /sandbox/$i; done; sleep 60""",
+}
 VERIFIER = """
+if [ -f program ]; then bash program; fi
 {download}
 if download {path} {name} && cmp -s "$ANSWER" /tests/expected; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
 """
@@ -47,12 +54,13 @@ def server(folder: Path) -> Iterator[Server]:
 def trial_of(folder: Path, server: Server) -> Iterator[Callable[..., TaskTrial]]:
     trials: list[TaskTrial] = []
 
-    def start(network: str, toml: str = "", name: str = "/") -> TaskTrial:
+    def start(network: str, toml: str = "", name: str = "/", **limits: int) -> TaskTrial:
         task = write_image_task(folder / f"task-{len(list(folder.iterdir()))}")
         task.write("task.toml", toml)
         task.write("tests/test.sh", VERIFIER.format(download=DOWNLOAD, path=server.path, name=name))
         limits = ShellLimits.model_validate(
             {
+                **limits,
                 "image": TASK_IMAGE,
                 "network": network,
                 "allowed_networks": (server.address,),
@@ -107,11 +115,19 @@ def test_an_outage_before_or_during_a_verifier_is_no_verdict(trial_of: Callable[
     """The request for /stop ends the server, after which nothing of it can be reached."""
     trial = trial_of("verifier", name="/stop")
     trial.run("echo wrong > answer", 120)
-    with pytest.raises(NetworkError, match=f"network_probe: {server.probe} can't be reached from the container"):
+    with pytest.raises(NetworkError, match=f"network_probe: {server.probe} can't be reached from a container"):
         trial.verify(trial.task.steps[0], 240)
     server.process.wait()
     with pytest.raises(NetworkError, match="can't be reached"):
         trial.verify(trial.task.steps[0], 240)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_policys_program_makes_no_outage(trial_of: Callable[..., TaskTrial], server: Server, program: str):
+    """The verifier runs it, with its network: it may spoil that, and its container, and earns nothing."""
+    trial = trial_of("verifier", memory_mib=128, disk_mib=512)
+    trial.run(f"cat > program <<'END'\n{PROGRAMS[program].format(address=server.address)}\nEND", 120)
+    assert trial.verify(trial.task.steps[0], 120).rewards.get("reward", 0.0) == 0.0
 
 
 def test_an_outage_is_an_error_of_the_env_and_no_reward(folder: Path, server: Server):

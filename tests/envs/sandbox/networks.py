@@ -1,6 +1,6 @@
 """What tests of containers' networks need: podman, slirp4netns, nftables, and a server on an address of its own."""
 
-import shutil
+import os
 import subprocess
 import sys
 import uuid
@@ -12,11 +12,12 @@ import pytest
 
 from offbeat.envs.sandbox import IsolationError
 from offbeat.envs.sandbox.backend import check_sandbox
+from offbeat.envs.sandbox.network import check_programs
 from offbeat.envs.sandbox.shell import ShellLimits
 from tests.envs.sandbox.images import require_image
 
 SERVER = """
-import http.server, os
+import http.server, os, socket
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
@@ -26,10 +27,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
             os._exit(0)
     def log_message(self, *args):
         pass
+silent = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+silent.bind(("0.0.0.0", 9999))
 server = http.server.HTTPServer(("0.0.0.0", 8000), Handler)
 print("ready", flush=True)
 server.serve_forever()
 """
+NEEDED = "nft add table inet x && ip link add near type veth peer name far"
 SERVERS = "10.213."
 """Start of their addresses, which come and go with tests."""
 DOWNLOAD = """
@@ -55,14 +59,20 @@ class Server(NamedTuple):
 
 
 def require_network() -> str:
-    """Return an image; skip the test where containers of it can't be connected."""
+    """Return an image; skip the test where this machine has no programs or rights to connect containers of it.
+
+    A connection that fails all the same fails the test.
+    """
     image = require_image()
-    if shutil.which("ip") is None:
-        pytest.skip("tests of networks need `ip` (iproute2)")
     try:
-        check_sandbox(ShellLimits(image=image, network="verifier", network_probe=()))
-    except IsolationError as error:
+        check_programs()
+        os.close(os.open("/dev/net/tun", os.O_RDWR))
+        subprocess.run(["unshare", "--net", "sh", "-c", NEEDED], check=True, capture_output=True, text=True)
+    except (IsolationError, OSError) as error:
         pytest.skip(str(error))
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"rules or links of networks can't be made here: {error.stderr.strip()}")
+    check_sandbox(ShellLimits(image=image, network="verifier", network_probe=()))
     return image
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -147,7 +148,7 @@ def test_a_container_can_change_neither_names_nor_rules(shell: ContainerShell):
 def test_a_host_that_does_not_answer_is_named(server: Server):
     values = {"image": require_network(), "network": "verifier", "allowed_networks": (server.address,)}
     probe = f"{server.address}:9"
-    with pytest.raises(IsolationError, match=rf"network_probe: {probe} can't be reached .*refused"):
+    with pytest.raises(IsolationError, match=rf"network_probe: {probe} can't be reached from a container: .*refused"):
         check_sandbox(ShellLimits(**values, network_probe=(server.probe, probe)))
     with pytest.raises(IsolationError, match=r"none\.invalid:1 can't be reached"):
         check_sandbox(ShellLimits(**values, network_probe=("none.invalid:1",)))
@@ -165,6 +166,60 @@ def test_a_network_that_was_lost_is_noticed(shell: ContainerShell):
         network.close()
 
 
+def test_a_process_with_many_open_files_connects(shell: ContainerShell, server: Server):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    try:
+        network = shell.connect()
+        assert bash(shell, f"{DOWNLOAD}download {server.path} /").exit_code == 0
+        assert psutil.Process(network._slirp.pid).rlimit(resource.RLIMIT_NOFILE) == (1024, 1024)
+        network.close()
+    finally:
+        for each in opened:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_connection_that_fails_leaves_nothing_open(shell: ContainerShell):
+    network = shell.connect()
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(NetworkError, match="slirp4netns: "):  # as the container has the device
+        shell.connect()
+    assert os.listdir("/proc/self/fd") == before
+    assert psutil.Process(network._slirp.pid) in psutil.Process().children()
+    assert sum("slirp4netns" in " ".join(each.cmdline()) for each in psutil.Process().children()) == 1
+    network.close()
+    assert len(os.listdir("/proc/self/fd")) < len(before)
+
+
+def test_a_second_close_closes_no_file_of_others(shell: ContainerShell):
+    network = shell.connect()
+    network.close()
+    opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(16)]
+    network.close()
+    for each in opened:
+        os.close(each)
+
+
+OWN = """
+import os, sys
+from offbeat.envs.sandbox.network import ContainerNetwork, NetworkError
+from offbeat.envs.sandbox.shell import ShellError, ShellLimits
+try:
+    ContainerNetwork(int(sys.argv[1]) or os.getpid(), ShellLimits(image="a", network="task"))
+except (NetworkError, ShellError) as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(("pid", "says"), [(0, "has this machine's network"), (1 << 22, "the container has ended")])
+def test_no_network_but_a_containers_is_changed(pid: int, says: str):
+    require_network()
+    command = ["unshare", "--net", sys.executable, "-c", OWN, str(pid)]  # which it would cut off
+    assert says in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 WORKER = """
 import sys
 from offbeat.envs.sandbox.container import ContainerShell
@@ -176,6 +231,14 @@ sys.stdin.read()
 """
 
 
+def has_ended(process: psutil.Process) -> bool:
+    """Return whether a process ended, also if nothing has reaped it."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE or not process.is_running()
+    except psutil.NoSuchProcess:
+        return True
+
+
 def test_a_killed_process_leaves_no_network():
     command = [sys.executable, "-c", WORKER, require_network()]
     worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -184,7 +247,7 @@ def test_a_killed_process_leaves_no_network():
         assert worker.stdout.readline() == "connected\n"
         [slirp] = [each for each in psutil.Process(worker.pid).children() if "slirp4netns" in " ".join(each.cmdline())]
         os.kill(worker.pid, signal.SIGKILL)
-        wait_until_sync(lambda: not slirp.is_running())
+        wait_until_sync(lambda: has_ended(slirp))
     finally:
         worker.kill()
         worker.communicate()
