@@ -62,6 +62,14 @@ class ClaimLimits(NamedTuple):
         return any(most < limit and count >= most for most, count in zip(self, counts, strict=True))
 
 
+class GroupSamples(NamedTuple):
+    """What rewards of a whole group compare."""
+
+    mark: str = ""
+    """Names these samples: those of members that were played again, after Redis lost some, have another."""
+    by_member: Mapping[int, bytes] = {}
+
+
 class RolloutBuffer(Protocol):
     """Buffer interface of env workers."""
 
@@ -85,12 +93,14 @@ class RolloutBuffer(Protocol):
         """
         ...
 
-    async def samples(self, worker_id: str, task: EpisodeTask) -> Mapping[int, bytes]:
-        """Return the samples of a group to score, by member; none if it is scored or gone."""
+    async def samples(self, worker_id: str, task: EpisodeTask) -> GroupSamples:
+        """Return the samples of a group to score; none if it is scored or gone."""
         ...
 
-    async def score_group(self, worker_id: str, task: EpisodeTask, additions: Mapping[int, Addition]) -> SubmitResult:
-        """Complete a group with what its rewards add, by member; idempotent."""
+    async def score_group(
+        self, worker_id: str, task: EpisodeTask, additions: Mapping[int, Addition], mark: str
+    ) -> SubmitResult:
+        """Complete a group with what its rewards add, by member, if its samples are still those of `mark`; idempotent."""
         ...
 
     async def fail(self, worker_id: str, task: EpisodeTask, reason: str) -> None:

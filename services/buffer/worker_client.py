@@ -13,7 +13,7 @@ from typing import Any, cast
 import msgpack
 from redis.asyncio import Redis as AsyncRedis
 
-from offbeat.services.buffer.api import ClaimLimits, SubmitResult, WorkerOrders
+from offbeat.services.buffer.api import ClaimLimits, GroupSamples, SubmitResult, WorkerOrders
 from offbeat.services.buffer.members import Addition, encode_addition
 from offbeat.services.buffer.scripts import (
     Argument,
@@ -115,17 +115,21 @@ class AsyncRolloutBuffer:
                 )
             )
 
-    async def samples(self, worker_id: str, task: EpisodeTask) -> dict[int, bytes]:
+    async def samples(self, worker_id: str, task: EpisodeTask) -> GroupSamples:
         packed = await self._call(worker_id, "samples", unit_name(task.kind, task.group_id, task.number))
-        flat = msgpack.unpackb(packed, raw=True)
-        return {flat[i]: flat[i + 1] for i in range(0, len(flat), 2)}
+        reply: list[Any] = msgpack.unpackb(packed, raw=True)
+        if not reply:
+            return GroupSamples()
+        return GroupSamples(reply[0].decode(), dict(zip(reply[1::2], reply[2::2], strict=True)))
 
-    async def score_group(self, worker_id: str, task: EpisodeTask, additions: Mapping[int, Addition]) -> SubmitResult:
+    async def score_group(
+        self, worker_id: str, task: EpisodeTask, additions: Mapping[int, Addition], mark: str
+    ) -> SubmitResult:
         unit = unit_name(task.kind, task.group_id, task.number)
         flat = [part for index, each in additions.items() for part in (index, encode_addition(each))]
         packed = cast(bytes, msgpack.packb(flat, use_bin_type=False))
         with self._as_submitting(worker_id, task):
-            reply = await self._call(worker_id, "score_group", worker_id, unit, task.index, packed)
+            reply = await self._call(worker_id, "score_group", worker_id, unit, task.index, packed, mark)
         return SubmitResult(reply.decode())
 
     @contextmanager

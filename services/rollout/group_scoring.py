@@ -31,20 +31,22 @@ class GroupScoring:
         """Score and submit a group, lending its slot; raises RewardError."""
         slot.lend()
         waiting.enter(Wait.REWARD)
-        blobs = await retry_until_answered(lambda: self._buffer.samples(self._worker_id, task))
+        mark, blobs = await retry_until_answered(lambda: self._buffer.samples(self._worker_id, task))
         if not blobs:
             return SubmitResult.LATE
         if self._rewards is None:
-            return await self._complete(task, {}, waiting)
+            return await self._complete(task, {}, mark, waiting)
         began = time.monotonic()
         members = [decode_member(blob) for blob in blobs.values()]
         additions = await self._rewards.compare(members, task.number)
         seconds = time.monotonic() - began
-        result = await self._complete(task, dict(zip(blobs, additions, strict=True)), waiting)
+        result = await self._complete(task, dict(zip(blobs, additions, strict=True)), mark, waiting)
         if result is SubmitResult.COMPLETED:
             self._reporter.group_scored(tag, members, additions, seconds)
         return result
 
-    async def _complete(self, task: EpisodeTask, additions: Mapping[int, Addition], waiting: Waiting) -> SubmitResult:
+    async def _complete(
+        self, task: EpisodeTask, additions: Mapping[int, Addition], mark: str, waiting: Waiting
+    ) -> SubmitResult:
         waiting.enter(Wait.BUFFER)
-        return await retry_until_answered(lambda: self._buffer.score_group(self._worker_id, task, additions))
+        return await retry_until_answered(lambda: self._buffer.score_group(self._worker_id, task, additions, mark))

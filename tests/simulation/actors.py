@@ -8,16 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hypothesis.stateful import RuleBasedStateMachine
+from msgspec import structs
 from redis import Redis
 
-from offbeat.services.buffer.api import Proof, Reconciled, SubmitResult
+from offbeat.services.buffer.api import GroupSamples, Proof, Reconciled, SubmitResult
 from offbeat.services.buffer.config import Order
 from offbeat.services.buffer.group_ledger import LedgerFile
 from offbeat.services.buffer.learner_client import RedisLearnerBuffer
+from offbeat.services.buffer.members import Addition
 from offbeat.services.buffer.worker_client import AsyncRolloutBuffer
 from offbeat.services.keys import RunKeys
 from offbeat.services.messages.codec import encode_manifest
-from offbeat.services.messages.types import EpisodeTask, Group, Manifest
+from offbeat.services.messages.types import EpisodeKind, EpisodeTask, Group, Manifest
 from offbeat.services.redis.connection import connect_async
 from offbeat.services.redis.incarnation import KnownIncarnation
 from offbeat.services.redis.lease import LearnerLease
@@ -47,6 +49,21 @@ NAMES = ("a", "b", "c")
 KEEP = 2
 """Checkpoints."""
 LINEAGE = "lineage.json"
+NONCE, COMPARED = "nonce", "reward/compared"
+"""Metrics of an answer: a number that no other has, and the same as rewards of its group read it in its sample."""
+
+
+def is_compared(number: int, index: int) -> bool:
+    """Return whether rewards compare a member with its group: two of three, and in every fourth group none."""
+    return index != 2 and number % 4 != 3
+
+
+def check_rewards(group: Group) -> None:
+    """Check that each compared member has the rewards of its own answer, once, and that no other has some."""
+    for member in group.trajectories:
+        own = member.metrics[NONCE] if is_compared(group.number, member.index) else None
+        assert member.metrics.get(COMPARED) == own, "an answer has the rewards of another"
+        assert member.reward == (1.0 if own is None else 2.0)
 
 
 @dataclass
@@ -105,7 +122,10 @@ class Played(RuleBasedStateMachine):
         )
         self.workers = {name: Worker(self.run.other_worker()) for name in NAMES}
         self.ghosts: list[tuple[str, EpisodeTask, AsyncRolloutBuffer]] = []
-        self.submitted: list[tuple[str, EpisodeTask]] = []
+        self.submitted: list[tuple[str, EpisodeTask, GroupSamples | None]] = []
+        self.samples: dict[tuple[AsyncRolloutBuffer, EpisodeTask], GroupSamples] = {}
+        """What each process has read of the groups that it scores."""
+        self.num_answers = 0
         self.folder = Path(tempfile.mkdtemp())
         self.ledger = LedgerFile(self.folder)
         self.publisher = self.redis.register_script(PUBLISH)
@@ -219,8 +239,32 @@ class Played(RuleBasedStateMachine):
         incarnation: bytes | None = self.redis.get(RunKeys(RUN).incarnation)  # type: ignore[assignment]
         return incarnation is None or incarnation.endswith(b"?")
 
-    def _hand_in(self, name: str, buffer: AsyncRolloutBuffer, task: EpisodeTask, lag: int) -> SubmitResult:
-        version = max(task.min_version, self.published - lag)
-        result = self.runner.run(buffer.submit(name, task, trajectory_for(task, version=version)))
-        self.submitted.append((name, task))
+    def _read_samples(self, name: str, buffer: AsyncRolloutBuffer, task: EpisodeTask) -> None:
+        if task.is_scoring:
+            self.samples[buffer, task] = self.runner.run(buffer.samples(name, task))
+
+    def _hand_in(
+        self,
+        name: str,
+        buffer: AsyncRolloutBuffer,
+        task: EpisodeTask,
+        lag: int,
+        samples: GroupSamples | None = None,
+    ) -> SubmitResult:
+        """samples: None: what the process has read."""
+        if task.is_scoring:
+            samples = samples or self.samples[buffer, task]
+            additions = {i: Addition(1.0, {COMPARED: float(each)}) for i, each in samples.by_member.items()}
+            result = self.runner.run(buffer.score_group(name, task, additions, samples.mark))
+        else:
+            result = self._submit(name, buffer, task, lag)
+        self.submitted.append((name, task, samples))
         return result
+
+    def _submit(self, name: str, buffer: AsyncRolloutBuffer, task: EpisodeTask, lag: int) -> SubmitResult:
+        version = max(task.min_version, self.published - lag)
+        self.num_answers += 1
+        answer = trajectory_for(task, version=version)
+        answer = structs.replace(answer, metrics={NONCE: float(self.num_answers)})
+        has_sample = task.kind is EpisodeKind.TRAIN and is_compared(task.number, task.index)
+        return self.runner.run(buffer.submit(name, task, answer, str(self.num_answers).encode() if has_sample else b""))

@@ -21,6 +21,7 @@ from tests.simulation.actors import (
     STEPS,
     Checkpoint,
     Played,
+    check_rewards,
 )
 from tests.simulation.stopped_files import Paused, kill_at
 
@@ -83,6 +84,7 @@ class LearnerRules(Played):
     def keep_or_drop(self) -> None:
         group, self.learner.undecided = self.learner.undecided, None
         assert group is not None
+        check_rewards(group)
         if self.learner.now.step - group.oldest_version > self.max_staleness:
             assert self.max_staleness > 0, "synchronous training meets no stale group"
             self.learner.buffer.drop(group, "stale")

@@ -66,7 +66,13 @@ class Protocol(WorkerRules, LearnerRules):
             fields = {name.decode() for name in self.redis.hkeys(key)}  # type: ignore[union-attr]
             places += [f"{unit}:{name[1:]}" for name in fields if name[0] in "sd" and name[1:].isdigit()]
             members = int(self.redis.hget(key, "members"))  # type: ignore[arg-type]
-            assert {f"{unit}:{i}" for i in range(members)} <= set(places)
+            if "scoring" in fields:
+                assert f"{unit}:{members}" in places
+                assert len([name for name in fields if name[0] == "s" and name[1:].isdigit()]) == LIMITS.group_size
+            else:
+                assert {f"{unit}:{i}" for i in range(members)} <= set(places)
+            num_samples = len([name for name in fields if name[0] == "p" and name[1:].isdigit()])
+            assert num_samples == int(self.redis.hget(key, "samples") or 0)  # type: ignore[arg-type]
         assert len(places) == len(set(places))
         live = {key.decode() for key in self.redis.scan_iter(f"{root}:unit:*")}
         assert {f"{root}:unit:{place.rpartition(':')[0]}" for place in places} <= live

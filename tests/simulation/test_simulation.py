@@ -93,6 +93,14 @@ def break_proof(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StepLedger, "prove", prove_nothing)
 
 
+def break_marks_of_samples(patch: pytest.MonkeyPatch) -> None:
+    """Keep the rewards of answers that Redis has lost."""
+    source, guard = scripts.script_source, "if scoring and scoring ~= mark then"
+    assert guard in source("score_group")
+    patch.setattr(scripts, "script_source", lambda name: source(name).replace(guard, "if false then"))
+    scripts.script_digest.cache_clear()
+
+
 def break_folder_fencing(patch: pytest.MonkeyPatch) -> None:
     """Let a replaced learner write checkpoints: its epoch's folder is made again where a successor has removed it."""
 
@@ -122,7 +130,9 @@ def break_digests(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("broken", [break_script_fencing, break_proof, break_folder_fencing, break_digests])
+@pytest.mark.parametrize(
+    "broken", [break_script_fencing, break_proof, break_marks_of_samples, break_folder_fencing, break_digests]
+)
 def test_a_broken_guard_is_found(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, broken: Callable[[pytest.MonkeyPatch], None]
 ):

@@ -33,6 +33,8 @@ class WorkerRules(Played):
                 worker.buffer._forget(name, task)
         else:
             worker.held += tasks
+            for task in tasks:
+                self._read_samples(name, worker.buffer, task)
         for task in tasks:
             assert task.kind is EpisodeKind.EVAL or 0 <= task.min_version <= self.published
 
@@ -53,8 +55,8 @@ class WorkerRules(Played):
     @rule(pick=st.integers(0, 99))
     def submit_again(self, pick: int) -> None:
         if self.submitted and not self._is_pending():
-            name, task = self.submitted[pick % len(self.submitted)]
-            result = self._hand_in(name, self.workers[name].buffer, task, 0)
+            name, task, samples = self.submitted[pick % len(self.submitted)]
+            result = self._hand_in(name, self.workers[name].buffer, task, 0, samples)
             assert self.has_lost or result in (SubmitResult.DUPLICATE, SubmitResult.LATE)
 
     @precondition(lambda self: self.ghosts)
@@ -99,5 +101,6 @@ class WorkerRules(Played):
     @rule(name=st.sampled_from(NAMES))
     def worker_is_duplicated(self, name: str) -> None:
         """A second process of its name plays the same episodes."""
-        buffer = self.run.other_worker()
-        self.ghosts += [(name, task, buffer) for task in self.workers[name].held]
+        first, second = self.workers[name], self.run.other_worker()
+        self.ghosts += [(name, task, second) for task in first.held]
+        self.samples |= {(second, task): self.samples[first.buffer, task] for task in first.held if task.is_scoring}

@@ -12,7 +12,7 @@ for _, number in ipairs(redis.call('ZRANGE', ASSEMBLING, 0, ARGV[1] - 1)) do
   for i = 0, members - 1 do played = played + redis.call('HEXISTS', meta_key(unit), 'o' .. i) end
   rows[#rows + 1] = {
     tonumber(number), tonumber(size), tonumber(done), tonumber(failed), played,
-    members - done - failed - played - (spared or 0), tonumber(version), tonumber(scoring or 0),
+    members - done - failed - played - (spared or 0), tonumber(version), scoring and 1 or 0,
   }
 end
 return rows

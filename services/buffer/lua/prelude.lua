@@ -18,7 +18,8 @@
 --                             a<i> attempts that failed, x<i> worker and time of its last failure, s<i> oldest version that was
 --                             submitted, d<i> reason of its final failure, p<i> sample that rewards of the whole group compare;
 --                             scoring: its members are there and these rewards are not, which are one more member, of number
---                             `members`; task: drawn by a sampler
+--                             `members`: the incarnation at which the last of them came, so that other members, played after Redis
+--                             has gone back, have another one; task: drawn by a sampler
 --   blobs:<unit>      hash    member -> trajectory; of a group until it is acknowledged or dropped. Of a complete group also
 --                             <role>@<digest> -> score, ?<role>@<digest> -> the scorer that has claimed it, and until when, and
 --                             +<member> -> what the rewards of the whole group add to the member's trajectory

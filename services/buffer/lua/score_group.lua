@@ -1,14 +1,23 @@
 -- Keep what the rewards of a whole group add to its members, and move the group to the stream in the same step.
 --
--- ARGV     1 worker, 2 unit, 3 number of the member that stands for these rewards, 4 msgpack of {member, addition, ...}
+-- ARGV     1 worker, 2 unit, 3 number of the member that stands for these rewards, 4 msgpack of {member, addition, ...},
+--          5 mark of the samples that were compared (see samples.lua)
 -- Returns  completed | duplicate | late, as `SubmitResult`
--- Invariants  a group is scored once, whoever did it and however often it is sent; it enters the stream with its additions.
-local worker, unit, index, additions = ARGV[1], ARGV[2], ARGV[3], cmsgpack.unpack(ARGV[4])
+-- Invariants  a group is scored once, whoever did it and however often it is sent; it enters the stream with its additions,
+--          which are of its own members: those of members that Redis has lost since are late, and the task returns to the queue.
+local worker, unit, index, additions, mark = ARGV[1], ARGV[2], ARGV[3], cmsgpack.unpack(ARGV[4]), ARGV[5]
 local meta, token = meta_key(unit), unit .. ':' .. index
 touch(worker)
-redis.call('HDEL', claims_key(worker), token)
 local scoring, owner, version, temperature = unpack(redis.call(
   'HMGET', meta, 'scoring', 'o' .. index, 'version', 'temperature'))
+if scoring and scoring ~= mark then
+  if owner == worker then
+    give_back(unit, index, worker, read_limits(), nil, now_ms())
+    wake_one()
+  end
+  return 'late'
+end
+redis.call('HDEL', claims_key(worker), token)
 if not version then return redis.call('EXISTS', blobs_key(unit)) == 1 and 'duplicate' or 'late' end
 if not scoring then return 'late' end
 if not owner then

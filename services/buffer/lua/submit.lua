@@ -89,7 +89,7 @@ local function begin_scoring(known)
     vacate(known.unit, known.members)
     for i = 0, known.members - 1 do redis.call('HDEL', meta, 'o' .. i, 'c' .. i) end
   end
-  redis.call('HSET', meta, 'scoring', 1, 'spared', spared)
+  redis.call('HSET', meta, 'scoring', KNOWN, 'spared', spared)
   redis.call('LPUSH', QUEUE_TRAIN, known.unit .. ':' .. known.members)
   to_score = true
 end

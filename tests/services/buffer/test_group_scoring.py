@@ -1,10 +1,12 @@
 """Groups that rewards compare: complete groups wait for one more task, whose result moves them to the stream."""
 
 import numpy as np
+from redis import Redis
 
-from offbeat.services.buffer.api import SubmitResult
+from offbeat.services.buffer.api import GroupSamples, SubmitResult
 from offbeat.services.buffer.members import Addition
 from offbeat.services.buffer.scores import RedisScoreQueue
+from offbeat.services.keys import RunKeys
 from offbeat.services.messages.types import EpisodeTask
 from tests.services.buffer.buffer_play import RUN, Run, publish, run_uid, trajectory_for
 
@@ -24,16 +26,20 @@ async def play(run: Run, worker: str = "w") -> EpisodeTask:
     return scoring
 
 
+async def mark_of(run: Run, task: EpisodeTask) -> str:
+    return (await run.buffer.samples("w", task)).mark
+
+
 async def score(run: Run, task: EpisodeTask, worker: str = "w", **additions: Addition) -> SubmitResult:
     chosen = {int(name[1:]): each for name, each in additions.items()} or {0: ADDED, 1: Addition(-1.0, {})}
-    return await run.buffer.score_group(worker, task, chosen)
+    return await run.buffer.score_group(worker, task, chosen, await mark_of(run, task))
 
 
 async def test_a_complete_group_waits_for_its_rewards(run: Run):
     task = await play(run)
     assert (task.is_scoring, task.is_baseline, task.number, task.index) == (True, False, 0, 2)
     assert run.learner.take(0) is None
-    assert await run.buffer.samples("w", task) == {0: b"sample 0", 1: b"sample 1"}
+    assert (await run.buffer.samples("w", task)).by_member == {0: b"sample 0", 1: b"sample 1"}
     (progress,) = await run.watch.groups()
     assert (progress.is_scoring, progress.missing, progress.queued, progress.played) == (True, 0, 0, 0)
     assert await score(run, task) is SubmitResult.COMPLETED
@@ -58,7 +64,7 @@ async def test_a_group_is_scored_once(run: Run):
     assert group is not None
     assert [t.reward for t in group.trajectories] == [1.5, 0.0]
     assert run.learner.take(0) is None
-    assert await run.buffer.samples("w", task) == {}
+    assert await run.buffer.samples("w", task) == GroupSamples()
 
 
 async def test_a_learner_that_repeats_a_step_meets_the_same_rewards(run: Run):
@@ -102,7 +108,7 @@ async def test_rewards_of_a_dead_worker_go_to_another(run: Run):
     other = run.other_worker()
     (again,) = await other.claim("w", 1)
     assert (again.is_scoring, again.attempt) == (True, 1)
-    assert await other.score_group("w", again, {0: ADDED}) is SubmitResult.COMPLETED
+    assert await other.score_group("w", again, {0: ADDED}, await mark_of(run, again)) is SubmitResult.COMPLETED
     assert await score(run, task, "dead") is SubmitResult.DUPLICATE
 
 
@@ -138,10 +144,11 @@ async def test_redundant_members_are_not_compared(run: Run):
     assert await submit(run, tasks[3]) is SubmitResult.LATE
     claimed = await run.buffer.claim("w", 1)
     assert (claimed[0].is_scoring, claimed[0].index) == (True, 4)
-    assert await run.buffer.samples("w", claimed[0]) == {1: b"sample 1", 2: b"sample 2"}
+    assert (await run.buffer.samples("w", claimed[0])).by_member == {1: b"sample 1", 2: b"sample 2"}
     (progress,) = await run.watch.groups()
     assert (progress.played, progress.queued) == (0, 0)
-    assert await run.buffer.score_group("w", claimed[0], {1: ADDED, 2: ADDED}) is SubmitResult.COMPLETED
+    additions = {1: ADDED, 2: ADDED}
+    assert await run.buffer.score_group("w", claimed[0], additions, await mark_of(run, claimed[0])) == "completed"
 
 
 async def test_members_without_a_sample_leave_nothing_to_compare(run: Run):
@@ -153,7 +160,7 @@ async def test_members_without_a_sample_leave_nothing_to_compare(run: Run):
     await run.submit(one)
     assert await submit(run, two) is SubmitResult.ACCEPTED
     (task,) = await run.buffer.claim("w", 1)
-    assert await run.buffer.samples("w", task) == {1: b"sample 1"}
+    assert (await run.buffer.samples("w", task)).by_member == {1: b"sample 1"}
 
 
 async def test_a_group_that_waits_too_long_expires_and_its_task_is_cancelled(run: Run):
@@ -193,3 +200,46 @@ async def test_idle_workers_are_woken_for_a_groups_rewards(run: Run):
         await submit(run, task)
     assert await idle.wait_for_work("idle", 10.0)
     assert [task.is_scoring for task in await idle.claim("idle", 8)] == [True]
+
+
+def copy_keys(redis: Redis) -> dict[bytes, bytes]:
+    return {key: redis.dump(key) for key in redis.scan_iter()}  # type: ignore[misc]
+
+
+def go_back(redis: Redis, keys: dict[bytes, bytes]) -> None:
+    """Put an earlier state in place, with the incarnation that a learner's reconciliation gives it."""
+    redis.flushall()
+    for key, dump in keys.items():
+        redis.restore(key, 0, dump)
+    redis.append(RunKeys(RUN).incarnation, "-later")
+
+
+async def test_rewards_of_answers_that_redis_has_lost_are_late(run: Run):
+    """Another worker has played the last member again: its group waits for rewards anew, also in the first attempt."""
+    one, two = await run.buffer.claim("w", 2)
+    await submit(run, one)
+    before = copy_keys(run.redis)
+    await submit(run, two)
+    (scoring,) = await run.buffer.claim("w", 1)
+    mark = await mark_of(run, scoring)
+    go_back(run.redis, before)
+    run.silence("w")
+    other = run.other_worker()
+    (again,) = [task for task in await other.claim("v", 2) if task.number == 0]
+    await other.submit("v", again, trajectory_for(again), b"another answer")
+    assert await run.buffer.score_group("w", scoring, {0: ADDED, 1: ADDED}, mark) is SubmitResult.LATE
+    assert run.keys_left("claims:w") == []
+    (claimed,) = [task for task in await other.claim("v", 1) if task.is_scoring]
+    current = await other.samples("v", claimed)
+    assert (claimed.attempt, current.by_member) == (0, {0: b"sample 0", 1: b"another answer"})
+    assert await other.score_group("v", claimed, {1: ADDED}, current.mark) is SubmitResult.COMPLETED
+    group = run.learner.take(0)
+    assert group is not None
+    assert [trajectory.reward for trajectory in group.trajectories] == [1.0, 1.5]
+
+
+async def test_rewards_of_samples_that_redis_still_has_count_after_it_went_back(run: Run):
+    task = await play(run)
+    mark, before = await mark_of(run, task), copy_keys(run.redis)
+    go_back(run.redis, before)
+    assert await run.buffer.score_group("w", task, {0: ADDED}, mark) is SubmitResult.COMPLETED
