@@ -10,6 +10,8 @@ import msgspec
 
 from offbeat.services.reward.errors import Failure, RewardError
 
+MIN_INTEGER, MAX_INTEGER = -(2**63), 2**64 - 1
+
 
 @dataclass(frozen=True, slots=True)
 class RewardSample:
@@ -75,11 +77,39 @@ def render_messages(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def encode_sample(sample: RewardSample | GroupSample) -> bytes:
-    """Encode, equal samples equally; raises RewardError for a value without msgpack form."""
+    """Encode, equal samples equally: integers beyond 64 bits and keys of mappings as text.
+
+    Raises:
+        RewardError: a value has no such form.
+    """
     try:
-        return msgspec.msgpack.encode(sample, order="deterministic", enc_hook=_encode_array)
+        try:
+            return _encode(sample)
+        except (TypeError, OverflowError):
+            return _encode(
+                _with_texts(msgspec.to_builtins(sample, str_keys=True, builtin_types=(bytes,), enc_hook=_encode_array))
+            )
     except (TypeError, ValueError, OverflowError) as error:
         raise RewardError(Failure.BAD_ROW, str(error)) from error
+
+
+def _encode(value: Any) -> bytes:
+    return msgspec.msgpack.encode(value, order="deterministic", enc_hook=_encode_array)
+
+
+def _with_texts(value: Any) -> Any:
+    """Return plain data with the integers that msgpack can't hold as text."""
+    match value:
+        case dict():
+            items: dict[str, Any] = value
+            return {key: _with_texts(each) for key, each in items.items()}
+        case list():
+            values: list[Any] = value
+            return [_with_texts(each) for each in values]
+        case int() if not MIN_INTEGER <= value <= MAX_INTEGER:
+            return str(value)
+        case _:
+            return value
 
 
 def decode_sample(blob: bytes) -> RewardSample:
@@ -98,7 +128,10 @@ def _encode_array(value: Any) -> Any:
     """Convert NumPy's values, as tables of `datasets` hold."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"a {type(value).__name__} in the row can't be sent to a reward service")
+    raise TypeError(
+        f"a {type(value).__name__} in the row can't be kept for rewards of groups, nor sent to a service: "
+        "give texts, numbers, bytes, dates, lists, mappings or arrays"
+    )
 
 
 def text_of(content: Any) -> str:
