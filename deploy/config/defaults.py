@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.envs.prompts import IMAGE
-from offbeat.trainer.config.adapter_files import AdapterError, AdapterFiles, read_adapter
+from offbeat.trainer.config.adapter_files import AdapterError, read_adapter
 from offbeat.trainer.config.aliases import find_keys
 from offbeat.trainer.config.estimators import AGAINST_BEHAVIOR, WITHOUT_RATIO
 
@@ -51,11 +51,6 @@ def follow_adapter(tree: Tree) -> Tree:
         files = read_adapter(Path(name))
     except AdapterError:
         return tree
-    implied = {"lora_target": ",".join(files.targets), **scale_keys(files)}
+    implied = {"lora_target": ",".join(files.targets), **files.scale_keys}
     given = {key: value for key, value in args.items() if key not in implied or value is not None}
     return {**tree, "actor_train": {**train, "model_args": {**implied, **given}}}
-
-
-def scale_keys(files: AdapterFiles) -> Tree:
-    """Return the keys that an adapter's settings imply."""
-    return {"lora_rank": files.rank, "lora_alpha": files.alpha, "use_rslora": files.use_rslora}

@@ -135,6 +135,31 @@ def test_a_run_that_starts_from_an_exported_adapter_starts_where_it_ended(
     assert_equal(weights(second), weights(first))
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("lora_alpha", 7.0), ("use_rslora", True), ("bnb_4bit_quant_type", "fp4"), ("load_in_4bit", False)],
+)
+def test_a_checkpoint_from_anywhere_is_loaded_at_its_scale_and_on_its_base_alone(
+    tmp_path: Path, ranks: Ranks, key: str, value: object
+) -> None:
+    """The tensors of the state would fit, and be another policy."""
+    args = {"lora_target": "q_proj,v_proj", "lora_rank": 4, "lora_alpha": 8.0, "load_in_4bit": True}
+    changed = args | {key: value}
+
+    def run(name: str, args: dict[str, object]) -> LearnerRun:
+        keys = [f"actor_train.model_args.{each}={json.dumps(value)}" for each, value in args.items()]
+        return run_of(tmp_path / name, (*keys, "warm_start=null"))
+
+    trainer, folder = begun(run("first", args), ranks), tmp_path / "saved"
+    folder.mkdir()
+    trainer.save(folder)
+    with pytest.raises(RuntimeError, match=rf"set actor_train\.model_args\.{key}="):
+        PolicyTrainer(run("other", changed), ranks).load(folder, trainer.kl_coef)
+    again = PolicyTrainer(run("same", args), ranks)
+    assert again.load(folder, trainer.kl_coef)
+    assert_equal(weights(again), weights(trainer))
+
+
 @pytest.mark.parametrize("has_adapter", [True, False], ids=["adapter", "base"])
 def test_distill_prepare_and_the_learner_score_the_same_reference(
     tmp_path: Path, ranks: Ranks, base: Path, adapter: Path, has_adapter: bool

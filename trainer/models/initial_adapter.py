@@ -1,4 +1,4 @@
-"""Adapters that are trained from those of a folder (`adapter_name_or_path`).
+"""Adapters that are trained from those of a folder (`adapter_name_or_path`), or of a checkpoint.
 
 Invariant: a second, frozen copy stays in the model, and is the policy's start for a KL, as in TRL.
 """
@@ -12,9 +12,15 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from offbeat.services.generation.adapter_settings import ADAPTER_WEIGHTS, PREFIX
+from offbeat.services.generation.adapter_settings import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
 from offbeat.trainer.config.actor_train import ModelArgs
-from offbeat.trainer.config.adapter_files import AdapterFiles, read_adapter
+from offbeat.trainer.config.adapter_files import (
+    AdapterError,
+    AdapterFiles,
+    base_difference,
+    read_adapter,
+    scale_differences,
+)
 from offbeat.trainer.models.lora import ADAPTER, INITIAL, adapted_layers, inject_adapters
 
 
@@ -37,6 +43,24 @@ def load_initial_adapter(model: nn.Module, args: ModelArgs, folder: Path) -> Non
         layer.set_adapter(ADAPTER)  # which freezes the others
 
 
+def check_resumed_adapter(folder: Path, args: ModelArgs) -> None:
+    """Check that a checkpoint's adapters, if it has any, have the run's scale and base, which its state does not tell.
+
+    Raises:
+        RuntimeError: others, with which they would be another policy.
+    """
+    if not args.has_adapters or not (folder / ADAPTER_CONFIG).is_file():
+        return
+    try:
+        files = read_adapter(folder)
+    except AdapterError as error:
+        raise RuntimeError(str(error)) from error
+    for key, own, other in (*scale_differences(args, files), *base_difference(args, files)):
+        raise RuntimeError(
+            f"{folder} was trained with {key} {other}, and this run has {own}: set actor_train.model_args.{key}={other}"
+        )
+
+
 @contextmanager
 def with_initial_adapters(model: nn.Module) -> Iterator[None]:
     """Compute with the adapters of the folder; without any if the run starts from none."""
@@ -56,11 +80,9 @@ def with_initial_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def _check_fit(files: AdapterFiles, layers: dict[str, Any], args: ModelArgs) -> None:
-    found = {"lora_rank": files.rank, "lora_alpha": files.alpha, "use_rslora": files.use_rslora}
-    ours = {"lora_rank": args.lora_rank, "lora_alpha": args.adapter_alpha, "use_rslora": args.use_rslora}
-    for key, value in found.items():
-        if ours[key] != value:
-            raise ValueError(f"{key} {ours[key]} contradicts the adapter in {files.folder}, of {value}")
+    of_base = () if files.quantization is None else base_difference(args, files)
+    for key, own, other in (*scale_differences(args, files), *of_base):
+        raise ValueError(f"{key} {own} contradicts the adapter in {files.folder}, of {other}")
     if absent := sorted(files.layers - set(layers)):
         raise ValueError(
             f"the adapter in {files.folder} is of {absent[0]} ({len(absent)} in all), which the run does not adapt"

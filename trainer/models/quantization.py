@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from offbeat.services.generation.adapter_settings import QUANTIZATION_CONFIG
 from offbeat.trainer.config.actor_train import ModelArgs
+from offbeat.trainer.config.adapter_files import read_quantization_settings
 
 BLOCK_SIZE = 64
 """Weights with one scale; bitsandbytes' default, and QLoRA's."""
@@ -105,10 +106,9 @@ def write_quantization(folder: Path, args: ModelArgs) -> None:
 
 def read_quantization(folder: Path) -> ModelArgs | None:
     """Return the arguments that quantize an adapter's base; None if it is not quantized."""
-    path = folder / QUANTIZATION_CONFIG
-    if not path.is_file():
+    settings = read_quantization_settings(folder)
+    if settings is None:
         return None
-    settings = json.loads(path.read_text(encoding="utf-8"))
     return ModelArgs(
         dtype=settings["bnb_4bit_compute_dtype"],
         lora_target="all-linear",

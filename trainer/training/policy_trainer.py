@@ -31,6 +31,7 @@ from offbeat.trainer.engines.frozen import FirstPolicyReference, FrozenModel, Lo
 from offbeat.trainer.engines.process_group import READY, Ranks, barrier, broadcast, gather
 from offbeat.trainer.engines.state_files import load_tensors
 from offbeat.trainer.models.export import copy_model_files, export_weights
+from offbeat.trainer.models.initial_adapter import check_resumed_adapter
 from offbeat.trainer.models.loading import load_policy, load_reward_model
 from offbeat.trainer.models.lora import save_adapter
 from offbeat.trainer.models.policy import PackedCritic, PackedPolicy
@@ -141,6 +142,7 @@ class PolicyTrainer:
         Raises:
             RuntimeError, OSError: another model or set-up, or missing first weights.
         """
+        check_resumed_adapter(folder / "adapter", self._train.model_args)
         first_weights = self._find_first_weights(folder)
         barrier(self._ranks)
         if not self._build_companions(first_weights, progress, should_stop):
@@ -271,8 +273,7 @@ class PolicyTrainer:
         (role,) = scored_roles(self._config, self._config.reference, "files")
         scorer = GroupScorer(reference, self._config, role.config.infer_batch_size)
         sources = list(open_sources(self._run, self._run.model_folder))
-        show = show_files(sources, progress)
-        num_scored = prepare_scores(sources, role, key, scorer, self._ranks, show, should_stop)
+        num_scored = prepare_scores(sources, role, key, scorer, self._ranks, show_files(sources, progress), should_stop)
         if num_scored is not None:
             logger.info("the reference has scored %d rows; %s", num_scored, key)
         return num_scored is not None
@@ -329,8 +330,7 @@ class PolicyTrainer:
 
     def _check_tokens(self, role: str, args: RoleModelArgs) -> None:
         if args.own_folder is not None:
-            key = f"{role}.model_args.model_name_or_path"
-            check_same_tokens(self._run.model_folder, Path(args.own_folder), key)
+            check_same_tokens(self._run.model_folder, Path(args.own_folder), f"{role}.model_args.model_name_or_path")
 
     def _load_role(self, role: RoleModelArgs, folder: Path) -> PackedPolicy:
         seed = role.choose_seed(self._config.seed)

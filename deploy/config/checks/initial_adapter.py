@@ -8,19 +8,25 @@ from pathlib import Path
 
 from offbeat.deploy.config.checks.model import find_checkpoint
 from offbeat.deploy.config.checks.weight_files import weight_shapes
-from offbeat.deploy.config.defaults import scale_keys
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.generation.adapter_settings import ADAPTER_CONFIG
 from offbeat.services.generation.kv_cache import text_config
 from offbeat.services.generation.tenancy import read_architecture
-from offbeat.trainer.config.actor_train import ModelArgs
-from offbeat.trainer.config.adapter_files import AdapterError, AdapterFiles, read_adapter
+from offbeat.trainer.config.adapter_files import (
+    AdapterError,
+    AdapterFiles,
+    base_difference,
+    read_adapter,
+    scale_differences,
+)
 from offbeat.trainer.config.issue import ConfigIssue
 
 logger = logging.getLogger(__name__)
 
 ARGS = "actor_train.model_args"
 KEY = f"{ARGS}.adapter_name_or_path"
+ADAPTER = "adapter"
+"""Folder of a checkpoint."""
 TARGET = "lora_target"
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -47,38 +53,36 @@ def check_adapter(config: RunConfig) -> Iterator[ConfigIssue]:
     except AdapterError as error:
         yield ConfigIssue(KEY, str(error))
         return
-    for key, own, other in _scale_differences(args, files):
+    for key, own, other in scale_differences(args, files):
         yield ConfigIssue(
             f"{ARGS}.{key}", f"{own} contradicts the adapter {files.folder}, which has {other}: leave it out"
         )
+    if files.quantization is not None:
+        for key, own, other in base_difference(args, files):
+            yield ConfigIssue(
+                f"{ARGS}.{key}", f"{own}, and the adapter {files.folder} was trained on a base with {other}: take that"
+            )
     yield from _check_layers(config, files)
     if files.base and Path(files.base).name not in config.pretrain.replace("--", "/").split("/"):
         logger.warning("%s was trained on %s, and pretrain is %s", files.folder, files.base, config.pretrain)
 
 
 def _check_resumed(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield another scale of adapters than the checkpoint's, which would change the policy at once."""
+    """Yield another scale of adapters, or another base, than the checkpoint's, which would change the policy at once."""
     checkpoint, args = find_checkpoint(config), config.actor_train.model_args
-    if checkpoint is None or not args.has_adapters:
+    # a build before 0.2 saved no adapter, nor did a run without, which the learner refuses
+    if checkpoint is None or not args.has_adapters or not (checkpoint / ADAPTER / ADAPTER_CONFIG).is_file():
         return
     try:
-        files = read_adapter(checkpoint / "adapter")
-    except AdapterError:
-        return  # of a build that saved none, or of a run without adapters, which the learner refuses
-    for key, own, other in _scale_differences(args, files):
+        files = read_adapter(checkpoint / ADAPTER)
+    except AdapterError as error:
+        yield ConfigIssue("resume_from_checkpoint", str(error))
+        return
+    for key, own, other in (*scale_differences(args, files), *base_difference(args, files)):
         yield ConfigIssue(
             f"{ARGS}.{key}",
             f"{own}, and the adapters of the checkpoint {checkpoint} were trained with {other}: take that",
         )
-
-
-def _scale_differences(args: ModelArgs, files: AdapterFiles) -> Iterator[tuple[str, str, str]]:
-    """Yield the keys of an adapter's rank and scale that differ, the run's value and the adapter's."""
-    ours = {"lora_rank": args.lora_rank, "lora_alpha": args.adapter_alpha, "use_rslora": args.use_rslora}
-    for key, value in scale_keys(files).items():
-        if ours[key] != value:
-            own, other = (str(each).lower() if isinstance(each, bool) else f"{each:g}" for each in (ours[key], value))
-            yield key, own, other
 
 
 def _check_layers(config: RunConfig, files: AdapterFiles) -> Iterator[ConfigIssue]:

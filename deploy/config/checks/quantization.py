@@ -1,29 +1,18 @@
 """Checks of 4-bit weights under adapters (`load_in_4bit`)."""
 
-import json
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from offbeat.deploy.config.checks.model import find_checkpoint, has_vision
+from offbeat.deploy.config.checks.model import has_vision
 from offbeat.deploy.config.run import RunConfig
-from offbeat.services.generation.adapter_settings import ADAPTER_CONFIG, QUANTIZATION_CONFIG
 from offbeat.trainer.config.issue import ConfigIssue
 
 ARGS = "actor_train.model_args"
 STRATEGY = "actor_train.strategy_args"
 KEY = f"{ARGS}.load_in_4bit"
-ADAPTER = "adapter"
-"""Folder of a checkpoint."""
-KEYS = {
-    "load_in_4bit": "load_in_4bit",
-    "bnb_4bit_quant_type": "bnb_4bit_quant_type",
-    "use_bnb_nested_quant": "bnb_4bit_use_double_quant",
-}
-"""Keys -> those of `BitsAndBytesConfig`."""
 
 
 def check_quantization(config: RunConfig) -> Iterator[ConfigIssue]:
-    yield from _check_resumed(config)
     if not config.actor_train.model_args.load_in_4bit:
         return
     if find_spec("bitsandbytes") is None:
@@ -63,21 +52,3 @@ def check_quantization(config: RunConfig) -> Iterator[ConfigIssue]:
         ),
     )
     yield from (ConfigIssue(key, message) for applies, key, message in rejections if applies)
-
-
-def _check_resumed(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Yield another base than the checkpoint's, on which its adapters are another policy."""
-    checkpoint, args = find_checkpoint(config), config.actor_train.model_args
-    if checkpoint is None or not args.has_adapters or not (checkpoint / ADAPTER / ADAPTER_CONFIG).is_file():
-        return
-    path = checkpoint / ADAPTER / QUANTIZATION_CONFIG
-    theirs = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    for key, name in KEYS.items():
-        own = getattr(args, key) if args.load_in_4bit else None
-        if own != theirs.get(name):
-            shown = [str(False if each is None else each).lower() for each in (own, theirs.get(name))]
-            yield ConfigIssue(
-                f"{ARGS}.{key}",
-                f"{shown[0]}, and the adapters of the checkpoint {checkpoint} were trained with {shown[1]}: take that",
-            )
-            return

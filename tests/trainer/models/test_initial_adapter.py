@@ -97,7 +97,7 @@ def test_an_exported_adapter_is_read_again_with_its_scale(folder: Path, tmp_path
     ("changes", "message"),
     [
         ({"lora_rank": 5}, "lora_rank 5 contradicts the adapter in .*, of 3"),
-        ({"use_rslora": True}, "use_rslora True contradicts"),
+        ({"use_rslora": True}, "use_rslora true contradicts"),
         ({"lora_target": "q_proj"}, r"is of .*v_proj \(2 in all\), which the run does not adapt"),
         ({"lora_target": "q_proj,v_proj,o_proj"}, r"names .*o_proj \(2 in all\), which the adapter .* has not"),
     ],

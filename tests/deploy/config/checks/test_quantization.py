@@ -7,14 +7,17 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from offbeat.deploy.config.checks.initial_adapter import check_adapter
 from offbeat.deploy.config.checks.memory import learner_gib
-from offbeat.deploy.config.checks.quantization import check_quantization
+from offbeat.deploy.config.checks.model import find_checkpoint
 from offbeat.deploy.config.checks.run import check_settings
 from offbeat.deploy.config.loader import compose_tree, validate_tree
 from offbeat.deploy.config.run import RunConfig
+from offbeat.services.generation.adapter_settings import QUANTIZATION_CONFIG
 from offbeat.trainer.config.actor_train import ModelArgs
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.quantization import write_quantization
+from offbeat.trainer.training.checkpoint import LEARNER, MANIFEST
 from tests.deploy.config.checks.test_initial_adapter import write_adapter
 from tests.families import write_family
 from tests.paths import CONFIGS
@@ -103,6 +106,22 @@ def test_the_least_memory_of_a_learner_counts_half_a_byte_per_weight(tmp_path: P
     assert narrow == pytest.approx(wide / 4)
 
 
+def model_args(**changes: object) -> dict[str, object]:
+    """Return the keys of the adapter that `write_adapter` writes."""
+    return {"lora_target": "q_proj,v_proj", "lora_rank": 4, "lora_alpha": 12.0, **changes}
+
+
+def write_quantized_adapter(folder: Path, **args: object) -> None:
+    adapter = write_adapter(folder)
+    if args:
+        write_quantization(adapter, ModelArgs.model_validate(model_args(**args)))
+
+
+def issues_of(resume: Path | str, **args: object) -> dict[str, str]:
+    tree = {"actor_train": {"model_args": model_args(**args)}, "resume_from_checkpoint": str(resume)}
+    return {issue.path: issue.message for issue in check_adapter(validate_tree(tree))}
+
+
 @pytest.mark.parametrize(
     ("of_checkpoint", "of_run", "path", "says"),
     [
@@ -126,16 +145,63 @@ def test_a_resumed_runs_base_keeps_its_bits(
     tmp_path: Path, of_checkpoint: dict[str, object], of_run: dict[str, object], path: str, says: str
 ) -> None:
     """The learner would read the bits of the checkpoint as values of another kind."""
-    adapter = write_adapter(tmp_path / "adapter")
-    trained: dict[str, object] = {"lora_target": "q_proj,v_proj", "lora_rank": 4, "lora_alpha": 12.0}
-    if of_checkpoint:
-        write_quantization(adapter, ModelArgs.model_validate(trained | of_checkpoint))
-
-    def found(args: dict[str, object]) -> dict[str, str]:
-        tree = {"actor_train": {"model_args": trained | args}, "resume_from_checkpoint": str(tmp_path)}
-        return {issue.path: issue.message for issue in check_quantization(validate_tree(tree))}
-
-    assert found(of_checkpoint) == {}
-    (only,) = found(of_run).items()
+    write_quantized_adapter(tmp_path / "adapter", **of_checkpoint)
+    assert issues_of(tmp_path, **of_checkpoint) == {}
+    (only,) = issues_of(tmp_path, **of_run).items()
     assert only[0] == f"{MODEL}.{path}"
     assert re.match(says, only[1])
+
+
+def test_a_checkpoints_damaged_file_is_named(tmp_path: Path) -> None:
+    write_quantized_adapter(tmp_path / "adapter", load_in_4bit=True)
+    (tmp_path / "adapter" / QUANTIZATION_CONFIG).write_text("{")
+    message = issues_of(tmp_path, load_in_4bit=True)["resume_from_checkpoint"]
+    assert message.startswith(f"{tmp_path / 'adapter' / QUANTIZATION_CONFIG} can't be read: ")
+
+
+def test_a_checkpoint_by_url_is_not_the_newest_one_of_the_run(tmp_path: Path) -> None:
+    """Its adapters are checked once the learner has fetched it."""
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / LEARNER).write_text('{"serial": 1, "step": 2}')
+    (checkpoint / MANIFEST).write_text("{}")
+    tree = {"actor_train": {"model_args": model_args()}, "output_dir": str(tmp_path / "run")}
+    newest, elsewhere = (
+        find_checkpoint(validate_tree(tree | {"resume_from_checkpoint": value}))
+        for value in (True, f"file://{tmp_path}/ck")
+    )
+    assert newest == checkpoint
+    assert elsewhere is None
+
+
+@pytest.mark.parametrize(
+    ("of_adapter", "of_run", "path", "says"),
+    [
+        ({"load_in_4bit": True}, {}, "load_in_4bit", "false, and the adapter .* on a base with true: take that"),
+        (
+            {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+            {"load_in_4bit": True},
+            "bnb_4bit_quant_type",
+            "nf4, and .* on a base with fp4",
+        ),
+    ],
+)
+def test_an_adapter_that_starts_a_run_keeps_its_base(
+    tmp_path: Path, of_adapter: dict[str, object], of_run: dict[str, object], path: str, says: str
+) -> None:
+    write_quantized_adapter(tmp_path / "adapter", **of_adapter)
+
+    def found(**args: object) -> dict[str, str]:
+        tree = {"actor_train": {"model_args": {"adapter_name_or_path": str(tmp_path / "adapter"), **args}}}
+        return {issue.path: issue.message for issue in check_adapter(validate_tree(tree))}
+
+    assert found(**of_adapter) == {}
+    (only,) = found(**of_run).items()
+    assert only[0] == f"{MODEL}.{path}"
+    assert re.match(says, only[1])
+
+
+def test_an_adapter_that_names_no_base_starts_a_quantized_run(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "adapter")
+    args = {"adapter_name_or_path": str(tmp_path / "adapter"), "load_in_4bit": True}
+    assert not list(check_adapter(validate_tree({"actor_train": {"model_args": args}})))
