@@ -32,7 +32,17 @@ REFUSED_CALLS = (
     *("unshare", "setns", "mount", "umount", "umount2", "pivot_root", "chroot", "open_tree", "move_mount", "fsopen"),
     *("fsconfig", "fsmount", "fspick", "mount_setattr", "keyctl", "add_key", "request_key", "bpf", "userfaultfd"),
     *("ptrace", "process_vm_readv", "process_vm_writev"),
+    *("socketcall", "io_uring_setup"),  # which make sockets of any family
 )
+AF_NETLINK, NETLINK_AUDIT, AF_VSOCK = 16, 9, 40
+SOCKET_RULES = (
+    ("SCMP_ACT_ALLOW", ((0, AF_NETLINK, "SCMP_CMP_LT"),)),
+    ("SCMP_ACT_ALLOW", ((0, AF_VSOCK, "SCMP_CMP_LT"), (2, NETLINK_AUDIT, "SCMP_CMP_NE"))),
+    ("SCMP_ACT_ERRNO", ((0, AF_VSOCK, "SCMP_CMP_GE"),)),
+)
+"""Of `socket`, in place of the profile's: network namespaces do not confine AF_VSOCK. Families above it are refused, too, as
+the kernel reads 32 bits of an argument, and a rule of seccomp 64.
+"""
 NAMESPACE_FLAGS = 0x7E020000
 """Of `clone`."""
 INSPECT_TIMEOUT_S = 60.0
@@ -132,6 +142,7 @@ def run_command(
         options += ["--env", f"{variable}="]
     if limits.network != "none":  # which is connected later
         folder = Path(__file__).with_name("mounted")
+        options += ["--hostname", "container"]  # as in `hosts`
         options += [word for name, path in MOUNTED.items() for word in ("--volume", f"{folder / name}:{path}:ro")]
     path = ":".join(PROGRAM_FOLDERS) if writable else SYSTEM_PATH
     options += ["--env", f"PATH={path}", "--stop-timeout", "0", "--workdir", "/", "--entrypoint", "/bin/sh"]
@@ -146,7 +157,7 @@ def run_command(
 
 @functools.cache
 def seccomp_profile(command: tuple[str, ...]) -> str | None:
-    """Return podman's profile without new namespaces and mounts, which docker's refuses anyway; None: the default."""
+    """Return podman's profile without namespaces, mounts and AF_VSOCK, as docker's has none; None: the default."""
     if command[0] != "podman":
         return None
     result = run_engine(*command, "info", "--format", "{{.Host.Security.SECCOMPProfilePath}}")
@@ -155,14 +166,20 @@ def seccomp_profile(command: tuple[str, ...]) -> str | None:
         return None
     profile: dict[str, Any] = json.loads(path.read_text())
     for rule in profile["syscalls"]:
-        rule["names"] = [name for name in rule["names"] if name not in ("clone", "clone3", *REFUSED_CALLS)]
+        rule["names"] = [name for name in rule["names"] if name not in ("clone", "clone3", "socket", *REFUSED_CALLS)]
     without_namespaces = {"index": 0, "value": NAMESPACE_FLAGS, "valueTwo": 0, "op": "SCMP_CMP_MASKED_EQ"}
     profile["syscalls"] = [rule for rule in profile["syscalls"] if rule["names"]] + [
         {"names": ["clone"], "action": "SCMP_ACT_ALLOW", "args": [without_namespaces]},
         {"names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": errno.ENOSYS},
         {"names": list(REFUSED_CALLS), "action": "SCMP_ACT_ERRNO", "errnoRet": errno.EPERM},
+        *(_of_socket(action, arguments) for action, arguments in SOCKET_RULES),
     ]
     return json.dumps(profile)
+
+
+def _of_socket(action: str, arguments: Sequence[tuple[int, int, str]]) -> dict[str, Any]:
+    args = [{"index": index, "value": value, "valueTwo": 0, "op": op} for index, value, op in arguments]
+    return {"names": ["socket"], "action": action, "args": args, "errnoRet": errno.EPERM}
 
 
 def trusted_env(image: Image, folders: Sequence[str]) -> dict[str, str]:
@@ -175,8 +192,8 @@ def trusted_env(image: Image, folders: Sequence[str]) -> dict[str, str]:
     return {"PATH": SYSTEM_PATH, **kept}
 
 
-def run_engine(*command: str) -> "subprocess.CompletedProcess[str]":
-    """Run podman or docker; raises IsolationError if it does not answer."""
+def run_engine(*command: str, folder: str | None = None) -> "subprocess.CompletedProcess[str]":
+    """Run podman or docker; raises IsolationError if it does not answer. folder: its current one."""
     try:
         return subprocess.run(
             command,
@@ -184,6 +201,7 @@ def run_engine(*command: str) -> "subprocess.CompletedProcess[str]":
             text=True,
             errors="surrogateescape",  # paths of a policy's
             check=False,
+            cwd=folder,
             stdin=subprocess.DEVNULL,
             timeout=INSPECT_TIMEOUT_S,
         )

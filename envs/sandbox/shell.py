@@ -48,8 +48,8 @@ IMAGE = r"^[A-Za-z0-9][\w.-]*(:\d+/[\w.-]+)?(/[\w.-]+)*(:[\w.-]+)?(@sha256:[0-9a
 TASK_IMAGE = "task"
 """In place of a name: each task's own image."""
 PROBE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*:\d{1,5}")
-OWN_NETWORK = IPv4Network("10.0.2.0/24")
-"""Of a container and its gateway."""
+OWN_NETWORK = IPv4Network("198.19.213.0/24")
+"""Of a container and its gateway; rare, as no container can reach another with its addresses."""
 
 
 class ShellLimits(Limits):

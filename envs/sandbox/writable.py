@@ -105,7 +105,8 @@ class WritableShell(ContainerShell):
 
     def _manage(self, *command: str) -> None:
         try:
-            result = run_engine(*self.image.command, *command, self._name)
+            # where conmon, which a start leaves, can't write a file `oom`
+            result = run_engine(*self.image.command, *command, self._name, folder="/proc")
         except IsolationError as error:
             raise ShellError(str(error)) from error
         if result.returncode:

@@ -1,6 +1,8 @@
 """Containers: what they refuse, attacks from within, and that none outlives its worker."""
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from offbeat.envs.sandbox.backend import check_sandbox
 from offbeat.envs.sandbox.container import SUPERVISOR, ContainerShell
 from offbeat.envs.sandbox.container_engine import Image, find_image, run_command, trusted_env
 from offbeat.envs.sandbox.links import resolve
-from offbeat.envs.sandbox.shell import ShellError, ShellLimits
+from offbeat.envs.sandbox.shell import ShellError, ShellLimits, UploadedFile
 from tests.envs.sandbox.images import require_image
 from tests.envs.sandbox.test_shell import bash
 from tests.waiting import wait_until_sync
@@ -178,6 +180,31 @@ def test_neither_worker_nor_machine_can_be_seen(shell: ContainerShell, monkeypat
 def test_the_images_own_files_are_there_and_its_volumes_are_bounded(shell: ContainerShell):
     assert bash(shell, "ls /opt").output == "own\n"
     assert "No space left" in bash(shell, "for i in 1 2 3; do head -c 3M /dev/zero > /volume/$i; done").output
+
+
+SOCKETS = """
+print join " ", map { $! = 0; syscall($ARGV[0], $_, 1, 0); int($!) } (1, 2, 40, 41, (1 << 32) + 40);
+"""
+"""Prints an errno for each family."""
+SOCKET = {"x86_64": 41, "aarch64": 198}
+
+
+def test_sockets_that_no_network_namespace_confines_are_refused():
+    """perl, as of each Debian, calls the kernel by number; those of the last family are read as AF_VSOCK by the kernel."""
+    perl = shutil.which("perl")
+    if perl is None or os.uname().machine not in SOCKET:
+        pytest.skip("this test needs perl on x86-64 or ARM")
+    files = {"perl": UploadedFile(Path(perl).read_bytes(), 0o755)}
+    listed = subprocess.run(["ldd", perl], capture_output=True, text=True, check=True).stdout
+    for library in re.findall(r"=> (/\S+) \(0x", listed):
+        files[Path(library).name] = UploadedFile(Path(library).read_bytes(), 0o755)
+    shell = ContainerShell(FOLDERS, limits())
+    try:
+        shell.upload("/app", files)
+        command = f"LC_ALL=C LD_LIBRARY_PATH=/app ./perl -e '{SOCKETS}' {SOCKET[os.uname().machine]}"
+        assert bash(shell, command).output.split() == ["0", "0", "1", "1", "1"]
+    finally:
+        shell.close()
 
 
 def test_replaced_devices_are_noticed():

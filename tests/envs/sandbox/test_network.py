@@ -7,7 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -19,7 +21,7 @@ from offbeat.envs.sandbox.backend import check_sandbox
 from offbeat.envs.sandbox.container import ContainerShell
 from offbeat.envs.sandbox.container_engine import Image, run_command
 from offbeat.envs.sandbox.network import NetworkError, check_programs, write_rules
-from offbeat.envs.sandbox.shell import ShellLimits
+from offbeat.envs.sandbox.shell import OWN_NETWORK, ShellLimits
 from tests.envs.sandbox.networks import DOWNLOAD, SERVERS, Server, require_network, start_server
 from tests.envs.sandbox.test_shell import bash
 from tests.waiting import wait_until_sync
@@ -36,7 +38,10 @@ FOLDERS = ("/app", "/tmp")
         ({"image": "a", "network": "task", "network_probe": ["a"]}, "'a' is not a host and port, such as pypi.org:443"),
         ({"image": "a", "network": "task", "network_probe": ["-x:1"]}, "'-x:1' is not a host and port"),
         ({"image": "a", "network": "task", "allowed_networks": ["fd00::/8"]}, "Expected 4 octets"),
-        ({"image": "a", "network": "task", "allowed_networks": ["10.0.0.0/8"]}, "10.0.0.0/8 overlaps 10.0.2.0/24"),
+        (
+            {"image": "a", "network": "task", "allowed_networks": ["198.18.0.0/15"]},
+            "198.18.0.0/15 overlaps 198.19.213.0/24",
+        ),
         ({"image": "a", "network": "host"}, "'none', 'verifier' or 'task'"),
     ],
 )
@@ -68,6 +73,9 @@ def test_the_rules_refuse_this_machine_before_they_allow_a_network_around_it():
     assert own < allowed
     assert lines[allowed] == "ip daddr { 10.1.0.0/16 } meta l4proto { tcp, udp } accept"
     assert "policy drop" in " ".join(lines)
+    (private,) = (line for line in lines if "169.254.0.0/16" in line and "168.63.129.16/32" in line)
+    assert lines.index(private) == allowed + 1
+    assert private.endswith(" reject")
 
 
 def test_a_machine_without_the_programs_is_told_which(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -113,19 +121,35 @@ def test_a_container_downloads_while_it_is_connected(shell: ContainerShell, serv
     assert bash(shell, "ls /sys/class/net").output == "lo\n"
 
 
+@contextmanager
+def local_route() -> Iterator[str]:
+    """Yield an address of this machine that no interface has, as load balancers make them."""
+    network = f"198.51.100.{uuid.uuid4().int % 64 * 4}"
+    command = ["ip", "route", "add", "local", f"{network}/30", "dev", "lo"]
+    subprocess.run(command, check=True)
+    try:
+        yield f"{network.rpartition('.')[0]}.{int(network.rpartition('.')[2]) + 1}"
+    finally:
+        command[2] = "delete"
+        subprocess.run(command, check=True)
+
+
 def test_it_reaches_no_address_of_this_machine_and_no_private_one(shell: ContainerShell, server: Server):
     """The listener has all of this machine's addresses, and the server answers on each port of its own."""
     found = {each.address for row in psutil.net_if_addrs().values() for each in row if each.family == socket.AF_INET}
     own = {server.gateway, *(address for address in found if not address.startswith(SERVERS))}
-    with socket.create_server(("0.0.0.0", 0)) as listener, start_server() as other:
+    with socket.create_server(("0.0.0.0", 0)) as listener, start_server() as other, local_route() as route:
+        own.add(route)
         port = listener.getsockname()[1]
-        targets = [f"{address}/{port}" for address in (*own, "10.0.2.2", "10.0.2.3", "10.0.2.100", "127.0.0.53")]
+        targets = [
+            f"{address}/{port}" for address in (*own, *(str(OWN_NETWORK[place]) for place in (2, 3, 100)), "127.0.0.53")
+        ]
         for address in own:
             socket.create_connection((address, port)).close()
         socket.create_connection((other.address, other.port)).close()
         network = shell.connect()
         try:
-            for target in (*targets, other.path, "169.254.169.254/80", "168.63.129.16/80"):
+            for target in (*targets, other.path):
                 assert bash(shell, f"exec 3<>/dev/tcp/{target}").exit_code != 0, target
             for address in own - {"127.0.0.1"}:  # the container's own, of which no sender hears
                 assert bash(shell, f"echo x > /dev/udp/{address}/{port}").exit_code != 0, address
@@ -138,6 +162,7 @@ def test_it_reaches_no_address_of_this_machine_and_no_private_one(shell: Contain
 def test_a_container_can_change_neither_names_nor_rules(shell: ContainerShell):
     network = shell.connect()
     try:
+        assert bash(shell, 'grep -w "$HOSTNAME" /etc/hosts').exit_code == 0
         for command in ("echo x > /etc/resolv.conf", "rm /etc/hosts", "mv /etc/hosts /etc/x", "unshare -n true"):
             assert bash(shell, command).exit_code != 0
         assert bash(shell, "grep CapEff /proc/self/status").output.split() == ["CapEff:", "0" * 16]
