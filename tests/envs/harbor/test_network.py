@@ -128,6 +128,7 @@ def test_a_policys_program_makes_no_outage(trial_of: Callable[..., TaskTrial], s
     trial = trial_of("verifier", memory_mib=128, disk_mib=512)
     trial.run(f"cat > program <<'END'\n{PROGRAMS[program].format(address=server.address)}\nEND", 120)
     assert trial.verify(trial.task.steps[0], 120).rewards.get("reward", 0.0) == 0.0
+    assert not Path("oom").exists()
 
 
 def test_an_outage_is_an_error_of_the_env_and_no_reward(folder: Path, server: Server):
