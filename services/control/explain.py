@@ -288,7 +288,7 @@ def _group(snapshot: RunSnapshot, group: GroupProgress) -> list[Cause]:
     still = min(group.missing, group.played + group.queued)
     waits = count_waits(snapshot.workers.values(), "groups", str(group.number), snapshot.now)
     if group.is_scoring:
-        return [_group_rewards(snapshot, group, waits.get("reward"))]
+        return _group_rewards(snapshot, group, waits.get("reward"))
     if not group.played:
         text = f"{group.missing} of its {group.size} episodes are not claimed yet"
         first = Cause(f"group {group.number}", "queued", text, "env workers", detail=_progress(group))
@@ -299,12 +299,16 @@ def _group(snapshot: RunSnapshot, group: GroupProgress) -> list[Cause]:
     return [first, *explain_episodes(snapshot, waits, longest, still), *explain_computing(snapshot)]
 
 
-def _group_rewards(snapshot: RunSnapshot, group: GroupProgress, wait: tuple[int, float] | None) -> Cause:
-    text = f"all {group.size} of its episodes are there, and not yet the rewards that compare them"
-    waited_s = 0.0 if wait is None else snapshot.now - wait[1]
-    return Cause(
-        f"group {group.number}", "scoring", text + for_seconds(waited_s), "rewards", waited_s, _progress(group)
+def _group_rewards(snapshot: RunSnapshot, group: GroupProgress, wait: tuple[int, float] | None) -> list[Cause]:
+    who, text = (
+        f"group {group.number}",
+        f"all {group.size} of its episodes are there, and not yet the rewards that compare them",
     )
+    if wait is None:  # no worker that reports has claimed them
+        first = Cause(who, "scoring", text, "env workers", detail=_progress(group))
+        return [first, explain_workers(snapshot, "")]
+    waited_s = snapshot.now - wait[1]
+    return [Cause(who, "scoring", text + for_seconds(waited_s), "rewards", waited_s, _progress(group))]
 
 
 def _progress(group: GroupProgress) -> dict[str, Any]:

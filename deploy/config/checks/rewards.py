@@ -58,6 +58,7 @@ def check_rlvr(config: RunConfig) -> Iterator[ConfigIssue]:
         return
     yield from _check_combination(config)
     yield from _check_groups(config)
+    yield from _check_tags_of_groups(config)
     try:
         config.scoring.check_tags(_tags(config))
     except ValueError as error:
@@ -100,6 +101,7 @@ def _check_episodes(config: RunConfig) -> Iterator[ConfigIssue]:
         return
     yield from _check_combination(config)
     yield from _check_groups(config)
+    yield from _check_tags_of_groups(config)
     for index, reward in enumerate(config.rewards):
         if reward.kind in ROW_KINDS:
             message = (
@@ -137,6 +139,27 @@ def _check_groups(config: RunConfig) -> Iterator[ConfigIssue]:
         elif isinstance(reward, LlmJudgeConfig) and (reward.num_partners or 0) >= size:
             message = f"a group of {size} has {size - 1} others: take at most these, or leave it out for all"
             yield ConfigIssue(f"rewards.{index}.num_partners", message)
+
+
+def _check_tags_of_groups(config: RunConfig) -> Iterator[ConfigIssue]:
+    """Yield rewards of groups that compare none, and evaluations that have these rewards alone."""
+    assert config.scoring is not None, "rewards"
+    trained = config.train_env_manager.tags_of(config.custom_envs)
+    for index, reward in enumerate(config.rewards):
+        if reward.is_of_group and reward.tags and not {*reward.tags} & {*trained}:
+            message = (
+                f"it compares groups, which only training has: name one of {', '.join(trained)}, or leave tags out"
+            )
+            yield ConfigIssue(f"rewards.{index}.tags", message)
+    is_evaluated = config.eval_steps and config.data is not None and config.data.val_dataset_name is not None
+    for tag in config.val_env_manager.tags_of(config.custom_envs) if config.plays_prompts and is_evaluated else ():
+        rewards = config.scoring.of_tag(tag)
+        if rewards and all(reward.is_of_group for reward in rewards):
+            message = (
+                f"evaluations have no groups, and all rewards of {tag} compare them, so that each would be 0: add a "
+                "reward that scores an answer alone (weight: 0 keeps it out of a weighted score), or take eval_steps: 0"
+            )
+            yield ConfigIssue("rewards", message)
 
 
 def _tags(config: RunConfig) -> list[str]:

@@ -89,6 +89,16 @@ def test_a_complete_group_waits_for_the_rewards_that_compare_it():
     assert links[-1].text == ("all 8 of its episodes are there, and not yet the rewards that compare them since 9.0 s")
 
 
+def test_a_complete_group_whose_rewards_no_worker_computes_waits_for_the_workers():
+    groups = (GroupProgress(41, 8, 8, 0, 0, 0, 11, is_scoring=True),)
+    links = chain(snapshot(groups=groups, workers={}))
+    assert links_of(links) == [
+        ("learner", "waits", "group 41"),
+        ("group 41", "scoring", "env workers"),
+        ("env workers", "busy", None),
+    ]
+
+
 def test_each_link_waits_for_the_next():
     for replicas in ({}, {"r0": ReplicaReport(12, NOW)}, {"r0": ReplicaReport(11, NOW, ReplicaLoad(3, 3))}):
         links = chain(snapshot(replicas=replicas))

@@ -258,7 +258,25 @@ def test_rewards_that_compare_need_members_to_compare(tmp_path: Path):
     assert "needs the reward of a greedy episode" in refused(tmp_path, group_reward(), *remax)["rewards.0.scope"]
     few = refused(tmp_path, group_reward(num_partners=8))
     assert few["rewards.0.num_partners"] == "a group of 8 has 7 others: take at most these, or leave it out for all"
-    assert load(tmp_path, group_reward(num_partners=7)).rewards[0].is_of_group
+    assert load(tmp_path, group_reward(num_partners=7), "eval_steps=0").rewards[0].is_of_group
+
+
+def test_evaluations_need_a_reward_that_scores_an_answer_alone(tmp_path: Path):
+    message = refused(tmp_path, group_reward())["rewards"]
+    assert message.startswith("evaluations have no groups, and all rewards of mixed compare them"), message
+    length = "{name: length, kind: regex, pattern: a, weight: 0}"
+    assert len(load(tmp_path, f"{group_reward()[:-1]}, {length}]").rewards) == 2
+    assert load(tmp_path, group_reward(), "eval_steps=0").rewards
+    assert load_run(QUICKSTART, [group_reward()]).rewards, "episodes of envs have the env's own"
+
+
+def test_a_reward_of_groups_that_only_evaluations_could_have_is_refused(tmp_path: Path):
+    train = ("train_env_manager.tags=[addition]", "~data.domain_interleave_probs")
+    rewards = "rewards=[{name: answer, kind: math_rule}, " + group_reward(tags="[mixed]").removeprefix("rewards=[")
+    issues = refused(tmp_path, rewards, *train)
+    assert issues == {
+        "rewards.1.tags": "it compares groups, which only training has: name one of addition, or leave tags out"
+    }
 
 
 def test_what_a_judges_template_lacks_is_named(tmp_path: Path):
