@@ -7,11 +7,11 @@ Invariant: a folder gets its name once transformers has loaded it and its logits
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from peft import PeftModel
 from safetensors import safe_open
 from transformers import (
     AutoConfig,
@@ -28,7 +28,7 @@ from offbeat.services.generation.checkpoint_names import checkpoint_tensors
 from offbeat.trainer.models.export import copy_model_files, export_weights
 from offbeat.trainer.models.loading import policy_loader
 from offbeat.trainer.models.lora import base_paths
-from offbeat.trainer.models.quantization import quantize, read_quantization
+from offbeat.trainer.models.quantization import quantize, read_quantization, silence_bitsandbytes
 
 ADAPTER = "adapter"
 """Folder of a checkpoint."""
@@ -86,6 +86,13 @@ def export_adapter(source: Path, out: Path, echo: Echo) -> None:
     base = Path(settings["base_model_name_or_path"])
     if not any(base.glob("*.safetensors")) and not any(base.glob("pytorch_model*.bin")):
         raise ExportError(f"the adapter's base, {base}, holds no weights any more: export the merged ones (--merge)")
+    if (checkpoint / ADAPTER / QUANTIZATION_CONFIG).is_file():
+        if find_spec("bitsandbytes") is None:
+            raise ExportError(
+                f"the adapter's base, {base}, is quantized, and to compare its logits needs bitsandbytes: pip install "
+                "'offbeat[quantization]', or export the merged weights (--merge)"
+            )
+        echo(f"Quantizing {base} on the CPU to compare logits, about 35 s of CPU time per billion weights")
     with _Aside(out) as aside:
         for path in (checkpoint / ADAPTER).iterdir():
             shutil.copyfile(path, aside / path.name)
@@ -204,6 +211,9 @@ def _has_experts(folder: Path) -> bool:
 
 
 def _load_adapted(base: Path, adapter: Path, dtype: str) -> Any:
+    silence_bitsandbytes()
+    from peft import PeftModel  # slow to import  # noqa: PLC0415
+
     model = PeftModel.from_pretrained(_load(base, dtype), str(adapter)).eval()
     if (quantization := read_quantization(adapter)) is not None:
         policy = model.get_base_model()

@@ -13,6 +13,7 @@ from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.trainer.config.router_replay import REPLAYED_FAMILIES
 
 KEY = "router_replay"
+EXPERTS = f"{ENGINE}.{ROUTED_EXPERTS}"
 
 
 def check_experts(config: RunConfig) -> Iterator[ConfigIssue]:
@@ -23,7 +24,8 @@ def check_experts(config: RunConfig) -> Iterator[ConfigIssue]:
 def check_returned_experts(config: RunConfig) -> Iterator[ConfigIssue]:
     """Yield what keeps an engine of the deploy file from returning experts, if it is to."""
     if config.actor_infer.returns_routing:
-        yield from _check_engine(config)
+        yield from _check_engine(config, EXPERTS)
+        yield from _check_mixture(config, EXPERTS)
 
 
 def _check_adapters(config: RunConfig) -> Iterator[ConfigIssue]:
@@ -43,7 +45,7 @@ def _check_router_replay(config: RunConfig) -> Iterator[ConfigIssue]:
     if not config.router_replay:
         if config.actor_infer.returns_routing:
             yield ConfigIssue(
-                f"{ENGINE}.{ROUTED_EXPERTS}",
+                EXPERTS,
                 f"nothing reads the experts: set {KEY}=true, or leave {ROUTED_EXPERTS} out",
             )
         return
@@ -52,38 +54,39 @@ def _check_router_replay(config: RunConfig) -> Iterator[ConfigIssue]:
             KEY, f"pipeline {config.pipeline} trains on rows, for which no engine chose experts: leave it out"
         )
         return
-    yield from _check_engine(config)
+    yield from _check_engine(config, KEY)
     yield from _check_learner(config)
     yield from _check_model(config)
 
 
-def _check_engine(config: RunConfig) -> Iterator[ConfigIssue]:
+def _check_engine(config: RunConfig, key: str) -> Iterator[ConfigIssue]:
+    """Yield what keeps an engine from returning experts. key: asks for them."""
     infer = config.actor_infer
     if (name := infer.strategy_args.strategy_name) != "vllm":
         yield ConfigIssue(
-            KEY, f"{name} does not return the experts that it chose: set actor_infer.strategy_args.strategy_name=vllm"
+            key, f"{name} does not return the experts that it chose: set actor_infer.strategy_args.strategy_name=vllm"
         )
         return
     if not infer.returns_routing:
-        yield ConfigIssue(f"{ENGINE}.{ROUTED_EXPERTS}", f"{KEY} needs the experts: leave {ROUTED_EXPERTS} out")
+        yield ConfigIssue(EXPERTS, f"{key} needs the experts: leave {ROUTED_EXPERTS} out")
     if not infer.engine.enable_prefix_caching:
         yield ConfigIssue(
             f"{ENGINE}.enable_prefix_caching",
-            f"vLLM returns experts with prefix caching alone, which {KEY} needs: set it true",
+            f"vLLM returns experts with prefix caching alone, which {key} needs: set it true",
         )
     if infer.engine.max_loras > 1:
         yield ConfigIssue(
             f"{ENGINE}.max_loras",
-            f"an engine of several runs returns no experts, which {KEY} needs: leave max_loras out",
+            f"an engine of several runs returns no experts, which {key} needs: leave max_loras out",
         )
     if infer.engine.pipeline_parallel_size > 1:
         yield ConfigIssue(
             f"{ENGINE}.pipeline_parallel_size",
-            f"vLLM returns no experts of a pipeline's stages, which {KEY} needs: take tensor_parallel_size",
+            f"vLLM returns no experts of a pipeline's stages, which {key} needs: take tensor_parallel_size",
         )
     if infer.device == "cpu" and not infer.enforces_eager:
         yield ConfigIssue(
-            f"{ENGINE}.enforce_eager", f"a compiled model on a CPU records no experts, which {KEY} needs: leave it out"
+            f"{ENGINE}.enforce_eager", f"a compiled model on a CPU records no experts, which {key} needs: leave it out"
         )
 
 
@@ -103,9 +106,15 @@ def _check_learner(config: RunConfig) -> Iterator[ConfigIssue]:
             )
 
 
-def _check_model(config: RunConfig) -> Iterator[ConfigIssue]:
+def _check_mixture(config: RunConfig, key: str) -> Iterator[ConfigIssue]:
+    """Yield a dense model. key: asks for experts."""
     if count_experts(config) < 2:
-        yield ConfigIssue(KEY, f"the model ({config.pretrain}) has no experts to choose among: leave it out")
+        yield ConfigIssue(key, f"the model ({config.pretrain}) has no experts to choose among: leave it out")
+
+
+def _check_model(config: RunConfig) -> Iterator[ConfigIssue]:
+    if dense := list(_check_mixture(config, KEY)):
+        yield from dense
         return
     try:
         name = str(text_config(load_architecture(config)).get("model_type"))

@@ -103,7 +103,7 @@ def _check_shared(config: RunConfig, plan: DevicePlan, nodes: _Nodes) -> Iterato
             UTILIZATION_KEY,
             f"the engine's {share * memory.gib:.1f} GiB ({share:g}) and "
             f"{_say_learner(config, needed_gib, num_loading(config))} exceed the GPU's {memory}: "
-            f"{advice} more devices, zero_stage or lora_target{_transport_advice(config)}",
+            f"{advice} more devices, {_learner_advice(config)}",
         )
 
 
@@ -126,7 +126,7 @@ def _check_learner(config: RunConfig, memory: _Memory, when: str = "") -> Iterat
         yield ConfigIssue(
             "actor_train.strategy_args.zero_stage",
             f"{_say_learner(config, needed_gib, num_held(config))} exceed the GPU's {memory}"
-            f"{', ' if when else ''}{when}: take more devices, zero_stage or lora_target{_transport_advice(config)}",
+            f"{', ' if when else ''}{when}: take more devices, {_learner_advice(config)}",
         )
 
 
@@ -138,8 +138,15 @@ def _say_learner(config: RunConfig, needed_gib: float, num_versions: int) -> str
     return f"at least {needed_gib:.1f} GiB of the learner's {parts}{of_all}"
 
 
-def _transport_advice(config: RunConfig) -> str:
-    return ", or weights.transport shm" if num_held(config) else ""
+def _learner_advice(config: RunConfig) -> str:
+    train = config.actor_train
+    ways = ["zero_stage", "lora_target"]
+    is_wide = train.training_args.optim != "adamw_8bit" and train.strategy_args.strategy_name == "deepspeed_train"
+    if is_wide and (train.model_args.lora_target is None or _warms_all_weights(config)):
+        ways.append("training_args.optim adamw_8bit")
+    if num_held(config):
+        ways.append("weights.transport shm")
+    return f"{', '.join(ways[:-1])} or {ways[-1]}"
 
 
 def _check_engine(config: RunConfig, plan: DevicePlan, memory: _Memory) -> Iterator[ConfigIssue]:
@@ -249,12 +256,12 @@ def critic_gib(config: RunConfig, num_processes: int) -> float:
 
 
 def _trained_gib(config: RunConfig, num_weights: int, args: ModelArgs, num_processes: int) -> float:
-    strategy = config.actor_train.strategy_args
+    strategy, optim = config.actor_train.strategy_args, config.actor_train.training_args.optim
     zero = strategy.strategy_config.get("zero_optimization")
     offloads = zero if isinstance(zero, dict) else ()
     # DeepSpeed's optimizer is sharded for 16 bits at zero_stage 0, too
     stage = 3 if strategy.strategy_name == "fsdp2_train" else max(strategy.zero_stage, int(args.dtype != "float32"))
-    moments = 8 if args.dtype == "float32" else 12  # with the float32 copy
+    moments = (2 if optim == "adamw_8bit" else 8) + (0 if args.dtype == "float32" else 4)  # with the float32 copy
     is_full = args.lora_target is None  # else gradients and moments are those of adapters
     parts = [  # by the ZeRO stage that shards them
         (moments if is_full and (stage == 0 or "offload_optimizer" not in offloads) else 0, 1),

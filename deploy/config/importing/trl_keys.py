@@ -66,6 +66,12 @@ def _only_in_4_bits(key: Key) -> Outcome:
     return Outcome("renamed", (*MODEL.split("."), key.path[0]), key.value)
 
 
+def _four_bits(key: Key) -> Outcome | None:
+    if not key.value or get(key.tree, "use_peft"):
+        return None
+    return Outcome("no counterpart", note="4-bit weights are trained by adapters alone: set use_peft")
+
+
 def _dtype(key: Key) -> Outcome:
     """Take the precision of the passes: bf16 and fp16, which default to bf16, over that of the loaded weights."""
     on = next((name for name in ("bf16", "fp16") if get(key.tree, name)), None)
@@ -269,6 +275,7 @@ RULES: Rules = (
     ("lora_alpha", _only_with_peft(f"{MODEL}.lora_alpha")),
     ("use_rslora", _only_with_peft(f"{MODEL}.use_rslora")),
     ("lora_target_modules", _only_with_peft(f"{MODEL}.lora_target")),
+    ("load_in_4bit", _four_bits),
     ("load_in_4bit", _only_with_peft(f"{MODEL}.load_in_4bit")),
     ("bnb_4bit_quant_type|use_bnb_nested_quant", _only_in_4_bits),
     ("bnb_4bit_quant_storage", no_effect("the 4 bits are kept in bytes, whatever they stand for")),

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,17 @@ def test_an_adapter_on_its_quantized_base_is_the_checkpoint(folder: Path, tmp_pa
     found = theirs(torch.arange(12)[None]).logits
     merged = AutoModelForCausalLM.from_pretrained(run / "checkpoints" / "step-000004", dtype=torch.float32)
     torch.testing.assert_close(found, merged(torch.arange(12)[None]).logits, rtol=0, atol=1e-4)
+
+
+def test_without_bitsandbytes_an_adapter_on_a_quantized_base_names_the_extra(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run, out = write_run(folder, tmp_path, ARGS.model_copy(update={"load_in_4bit": True})), tmp_path / "adapter"
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # as if it were not installed
+    done = offbeat("export", run, "-o", out, "--adapter")
+    assert done.exit_code == 2, done.output
+    assert "pip install 'offbeat[quantization]'" in " ".join(done.output.split())
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(("target", "is_written"), [("o_proj", True), ("all-linear", False)])

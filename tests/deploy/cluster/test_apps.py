@@ -173,7 +173,15 @@ def test_an_engine_of_several_runs_is_not_asked_for_experts():
     """It returned none, so that the learner trained without them."""
     strategy = {"strategy_config": {"enable_return_routed_experts": True, "max_loras": 2, "max_lora_rank": 8}}
     args = {"redis_url": URL, "folder": "g", "run": "quickstart.yaml"}
-    with pytest.raises(ConfigError, match="max_loras: an engine of several runs returns no experts"):
+    with pytest.raises(ConfigError, match="max_loras: an engine of several runs returns no experts") as error:
+        apps.generation({**args, "config": {"actor_infer": {"strategy_args": strategy}}})
+    assert "router_replay" not in str(error.value)  # no key of a deploy file
+
+
+def test_an_engine_of_a_dense_model_is_not_asked_for_experts():
+    strategy = {"strategy_config": {"enable_return_routed_experts": True}}
+    args = {"redis_url": URL, "folder": "g", "run": "quickstart.yaml"}
+    with pytest.raises(ConfigError, match=r"enable_return_routed_experts: the model \(tiny\) has no experts"):
         apps.generation({**args, "config": {"actor_infer": {"strategy_args": strategy}}})
 
 

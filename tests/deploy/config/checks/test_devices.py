@@ -92,6 +92,8 @@ OFFLOADED = {"strategy_config": {"zero_optimization": {"offload_optimizer": {"de
         ({"num_processes": 4, "model_args": {"lora_target": "q_proj"}, "strategy_args": {"zero_stage": 3}}, 1.0),
         ({"strategy_args": {"zero_stage": 1} | OFFLOADED}, 8.0),
         ({"strategy_args": OFFLOADED}, 16.0),
+        ({"training_args": {"optim": "adamw_8bit"}}, 10.0),
+        ({"training_args": {"optim": "adamw_8bit"}, "model_args": {"dtype": "bfloat16"}}, 10.0),
     ],
 )
 def test_a_learners_memory_counts_what_its_strategy_shards(train: dict[str, Any], gib: float, tmp_path: Path) -> None:
@@ -251,6 +253,21 @@ def test_this_machines_memory_counts_for_it_alone(tmp_path: Path, monkeypatch: p
     run = config({"device": "cuda"}, {"device": "cpu"}, pretrain=write_model(tmp_path, 2**30))
     assert [issue.path for issue in check_devices(run, None)] == ["actor_train.strategy_args.zero_stage"]
     assert issues(run, TWO_NODES) == {}
+
+
+@pytest.mark.parametrize(
+    ("train", "advice"),
+    [
+        ({}, "zero_stage, lora_target or training_args.optim adamw_8bit"),
+        ({"training_args": {"optim": "adamw_8bit"}}, "zero_stage or lora_target"),
+        ({"model_args": {"lora_target": "q_proj"}}, "zero_stage or lora_target"),
+        ({"strategy_args": {"strategy_name": "fsdp2_train"}}, "zero_stage or lora_target"),
+    ],
+)
+def test_a_learner_too_large_is_told_what_takes_less(train: dict[str, Any], advice: str, tmp_path: Path) -> None:
+    run = config(train, pretrain=write_model(tmp_path, 2**30))
+    message = issues(run, with_memory(TWO_NODES, 2.0))["actor_train.strategy_args.zero_stage"]
+    assert message.endswith(f"take more devices, {advice}")
 
 
 def turns(**keys: Any) -> RunConfig:

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from offbeat.deploy.config.checks.initial_adapter import check_adapter
-from offbeat.deploy.config.checks.memory import learner_gib
+from offbeat.deploy.config.checks.memory import GIB, count_weights, learner_gib
 from offbeat.deploy.config.checks.model import find_checkpoint
 from offbeat.deploy.config.checks.run import check_settings
 from offbeat.deploy.config.loader import compose_tree, validate_tree
@@ -97,10 +97,24 @@ def test_moments_of_8_bits_are_deepspeeds_alone(name: str) -> None:
     )
 
 
-def test_the_least_memory_of_a_learner_counts_half_a_byte_per_weight(tmp_path: Path) -> None:
-    write_family(tmp_path, "llama")
-    load_policy(tmp_path, ModelArgs(), seed=1).model.save_pretrained(tmp_path)
-    of_model = (f"pretrain={tmp_path}", "~tiny", "warm_start=null", f"{MODEL}.dtype=bfloat16")
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_family(folder, "llama")
+    load_policy(folder, ModelArgs(), seed=1).model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_least_memory_of_a_learner_counts_a_byte_per_moment(model: Path, dtype: str) -> None:
+    of_model = (f"pretrain={model}", "~tiny", "warm_start=null", "~actor_train.model_args", f"+{MODEL}.dtype={dtype}")
+    wide, narrow = (learner_gib(lora(*of_model, f"+{OPTIM}={name}")) for name in ("adamw_torch", "adamw_8bit"))
+    assert wide is not None
+    assert narrow == pytest.approx(wide - 6 * count_weights(str(model)) / GIB)
+
+
+def test_the_least_memory_of_a_learner_counts_half_a_byte_per_weight(model: Path) -> None:
+    of_model = (f"pretrain={model}", "~tiny", "warm_start=null", f"{MODEL}.dtype=bfloat16")
     wide, narrow = (learner_gib(lora(*of_model, *more)) for more in ((), FOUR_BITS[:1]))
     assert wide is not None
     assert narrow == pytest.approx(wide / 4)

@@ -433,6 +433,16 @@ def test_quantized_fine_tuning(tmp_path: Path):
     assert config.actor_train.training_args.optim == "adamw_8bit"
 
 
+@pytest.mark.parametrize(("value", "status"), [("true", "no counterpart"), ("false", "no effect")])
+def test_4_bit_weights_without_adapters_are_reported(tmp_path: Path, value: str, status: str):
+    """The import would train all weights."""
+    whole = SFT.replace("use_peft: true", f"use_peft: false\nload_in_4bit: {value}")
+    imported = import_trl(write(tmp_path, "sft.yaml", whole))
+    assert statuses(list(imported.keys))["load_in_4bit"] == status
+    advised = [each.key for each in imported.keys if "set use_peft" in each.outcome.note]
+    assert advised == ([("load_in_4bit",)] if value == "true" else [])
+
+
 @pytest.mark.parametrize(
     ("keys", "key", "status"),
     [
