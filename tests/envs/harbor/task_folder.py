@@ -9,8 +9,8 @@ from tests.envs.sandbox.test_shell import needs_shell
 __all__ = ["TaskFolder", "needs_shell", "write_image_task"]
 DOCKERFILE = f"""
 FROM {IMAGE}
-WORKDIR /tmp
 COPY answer /testbed/answer
+WORKDIR /tmp
 ENV ANSWER=/testbed/answer PATH=/usr/local/bin:/usr/bin
 COPY answer /usr/local/bin/
 WORKDIR /testbed

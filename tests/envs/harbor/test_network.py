@@ -24,6 +24,8 @@ for i in $(seq 1500); do echo x > /dev/udp/{address}/9999; done""",
     "more memory than the container has": """
 for i in $(seq 9); do head -c 60M /dev/zero > /sandbox/$i; done; sleep 60""",
 }
+ANSWER = "of a network"
+"""Of no other file of tests, which may remove its images meanwhile."""
 VERIFIER = """
 if [ -f program ]; then bash program; fi
 {download}
@@ -36,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder for tasks, all of which have the same image, which exists."""
     require_network()
     folder = tmp_path_factory.mktemp("tasks")
-    write_image_task(folder / "image")
+    write_image_task(folder / "image", ANSWER)
     done = CliRunner().invoke(app, ["env", "tasks", str(folder), "--image", TASK_IMAGE, "--build"])
     assert done.exit_code == 0, done.output
     yield folder
@@ -55,7 +57,7 @@ def trial_of(folder: Path, server: Server) -> Iterator[Callable[..., TaskTrial]]
     trials: list[TaskTrial] = []
 
     def start(network: str, toml: str = "", name: str = "/", **limits: int) -> TaskTrial:
-        task = write_image_task(folder / f"task-{len(list(folder.iterdir()))}")
+        task = write_image_task(folder / f"task-{len(list(folder.iterdir()))}", ANSWER)
         task.write("task.toml", toml)
         task.write("tests/test.sh", VERIFIER.format(download=DOWNLOAD, path=server.path, name=name))
         limits = ShellLimits.model_validate(
@@ -134,7 +136,7 @@ def test_a_policys_program_makes_no_outage(trial_of: Callable[..., TaskTrial], s
 def test_an_outage_is_an_error_of_the_env_and_no_reward(folder: Path, server: Server):
     settings = {"image": TASK_IMAGE, "network": "verifier", "allowed_networks": (server.address,)}
     env = TaskFolder.env(
-        write_image_task(folder / "outage"),
+        write_image_task(folder / "outage", ANSWER),
         tasks_dir=folder / "outage",
         sandbox={**settings, "network_probe": (server.probe,)},
     )
