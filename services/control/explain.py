@@ -300,10 +300,8 @@ def _group(snapshot: RunSnapshot, group: GroupProgress) -> list[Cause]:
 
 
 def _group_rewards(snapshot: RunSnapshot, group: GroupProgress, wait: tuple[int, float] | None) -> list[Cause]:
-    who, text = (
-        f"group {group.number}",
-        f"all {group.size} of its episodes are there, and not yet the rewards that compare them",
-    )
+    who = f"group {group.number}"
+    text = f"all {group.size} of its episodes are there, and not yet the rewards that compare them"
     if wait is None:  # no worker that reports has claimed them
         first = Cause(who, "scoring", text, "env workers", detail=_progress(group))
         return [first, explain_workers(snapshot, "")]

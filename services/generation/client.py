@@ -153,7 +153,8 @@ def split_messages(completions: Sequence[Completion]) -> Iterator[list[Completio
 
 def fits_message(requests: Sequence[GenerateRequest], size: int) -> bool:
     """Return whether a call of `size` bytes and each of its completions, without experts, may travel by gRPC, and not as
-    Ray's objects."""
+    Ray's objects.
+    """
     answer = BYTES_PER_TOKEN * max((each.sampling.max_new_tokens for each in requests), default=0)
     return max(size, answer) <= MAX_MESSAGE_BYTES
 

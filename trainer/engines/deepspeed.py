@@ -319,9 +319,8 @@ def _deepspeed(device_type: str) -> Any:
 
     logger = logging.getLogger("DeepSpeed")
     logger.setLevel(logging.WARNING)
-    logger.addFilter(
-        lambda record: "untested optimizer" not in record.getMessage()
-    )  # bitsandbytes', which is tested here
+    # Of bitsandbytes' AdamW, which is tested here
+    logger.addFilter(lambda record: "untested optimizer" not in record.getMessage())
     if device_type == "cpu":
         deepspeed.ops.__compatible_ops__ = {}  # pyright: ignore[reportAttributeAccessIssue]
     return deepspeed

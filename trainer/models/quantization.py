@@ -130,6 +130,7 @@ def _code_of_scales(device: torch.device) -> Tensor:
     return _functional().create_dynamic_map().to(device)
 
 
+@cache  # as to set a level clears the caches of all loggers
 def _functional() -> Any:
     silence_bitsandbytes()
     from bitsandbytes import functional  # of an extra, and slow to import  # noqa: PLC0415

@@ -129,9 +129,7 @@ for _, unit in ipairs(units) do
   write(known)
 end
 if evaluated then ring('eval') end
-if to_score then
-  wake_one()
-elseif completed and count_admissible(read_limits(), tonumber(redis.call('HGET', PROGRESS, 'step') or nil)) > 0 then
+if to_score or completed and count_admissible(read_limits(), tonumber(redis.call('HGET', PROGRESS, 'step') or nil)) > 0 then
   wake_one()
 end
 return cmsgpack.pack(results)
