@@ -41,10 +41,7 @@ def open_rewards(
     any. Raises ValueError.
     """
     scoring = config.scoring
-    if scoring is not None and group_size == 1:
-        alone = tuple(reward for reward in scoring.rewards if not reward.is_of_group)
-        scoring = scoring.model_copy(update={"rewards": alone}) if alone else None
     if scoring is None:
         return None
     columns = None if rows is None or config.data is None else DatasetColumns(config.data, rows.prompts)
-    return EpisodeRewards(scoring, make_scorer(scoring, local=True), chat, columns)
+    return EpisodeRewards(scoring, make_scorer(scoring, local=True, compares=group_size > 1), chat, columns)

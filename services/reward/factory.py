@@ -35,10 +35,11 @@ from offbeat.services.reward.sample import RewardSample
 from offbeat.services.reward.scorer import RewardScorer
 
 
-def make_scorer(config: RewardsConfig, *, run_id: str = "", local: bool = False) -> RewardScorer:
+def make_scorer(config: RewardsConfig, *, run_id: str = "", local: bool = False, compares: bool = True) -> RewardScorer:
     """Build the scorer of a process with an event loop.
 
-    run_id: names the applications of rewards with `num_replicas`. local: all in this process.
+    run_id: names the applications of rewards with `num_replicas`. local: all in this process. compares: False to leave
+    rewards of `scope: group` out.
 
     Raises:
         ValueError: a package, function or isolation is missing.
@@ -51,7 +52,7 @@ def make_scorer(config: RewardsConfig, *, run_id: str = "", local: bool = False)
     comparisons = {
         reward.name: GroupComparison(reward, _make_caller(reward, build_group_function, run_id, local=local))
         for reward in config.rewards
-        if reward.is_of_group
+        if reward.is_of_group and compares
     }
     return RewardScorer(config, callers, comparisons)
 

@@ -24,6 +24,7 @@ class RewardScorer:
         callers: Mapping[str, RewardCaller],
         comparisons: Mapping[str, GroupComparison],
     ) -> None:
+        """comparisons: by name; rewards of a group without one are left out."""
         self._config = config
         self._callers = callers
         self._comparisons = comparisons
@@ -52,7 +53,7 @@ class RewardScorer:
         return [reward.name for reward in self._config.of_tag(tag) if not reward.is_of_group]
 
     def group_names(self, tag: str) -> list[str]:
-        return [reward.name for reward in self._config.of_tag(tag) if reward.is_of_group]
+        return [reward.name for reward in self._config.of_tag(tag) if reward.name in self._comparisons]
 
     async def compare(self, name: str, sample: GroupSample) -> list[float]:
         """Raises RewardError."""

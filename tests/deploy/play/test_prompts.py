@@ -126,3 +126,18 @@ async def test_episodes_of_training_groups_are_compared(tmp_path: Path, kind: Ep
             continue
         own = [each.reward - each.metrics["reward/gap"] for each in (first, second)]
         assert gaps == pytest.approx([own[0] - max(own), own[1] - max(own)])
+
+
+async def test_rewards_of_groups_left_out_leave_tags_and_success_as_they_are(config: RunConfig, tmp_path: Path):
+    """A tag whose only reward compares scores 0, as in evaluations, and one whose first compares has no success."""
+    gap = {"kind": "function", "scope": "group", "path": "tests.services.reward.functions:gap_to_best"}
+    entries = (gap | {"name": "gap"}, {"name": "any", "kind": "regex", "pattern": "(?s).*", "tags": ["addition"]})
+    rewards = RewardsConfig.model_validate({"rewards": entries}, strict=False).rewards
+    config = config.model_copy(update={"rewards": rewards})
+    write_policy(config, tmp_path / "policy")
+    chat = load_chat_format(tmp_path / "policy")
+    request = EpisodeRequest(8, 1, EpisodeKind.TRAIN, seed=1, concurrency=4)
+    result = await run_episodes(config, request, chat, None, lambda _, __: None)
+    assert not result.failures
+    assert {(each.tag, each.reward) for each in result.trajectories} == {("addition", 1.0), ("mixed", 0.0)}
+    assert all("success" not in each.metrics for each in result.trajectories)
