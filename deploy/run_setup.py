@@ -78,7 +78,9 @@ def identify_base(config: RunConfig) -> str:
     """
     if config.actor_infer.engine.max_lora_rank is None or config.warm_start is not None:
         return ""
-    return digest_base(config, [config.actor_train.model_args.dtype, config.weights.dtype])
+    args = config.actor_train.model_args
+    bits: list[JsonValue] = [args.bnb_4bit_quant_type, args.use_bnb_nested_quant] if args.load_in_4bit else []
+    return digest_base(config, [args.dtype, config.weights.dtype, *bits])
 
 
 def digest_base(config: RunConfig, about: JsonValue) -> str:

@@ -43,6 +43,11 @@ def test_runs_have_one_base_if_they_start_from_the_same_weights():
     assert base() == base("exp_name=other", "actor_infer.max_lora_rank=16", "train_env_manager.group_size=4")
     others = {base(each) for each in ("seed=7", "tiny.hidden_size=128", "actor_train.model_args.dtype=bfloat16")}
     assert len({base(), *others}) == 4
+    args = "actor_train.model_args"
+    bits = [f"{args}.load_in_4bit=true"]
+    quantized = [bits, [*bits, f"{args}.use_bnb_nested_quant=true"], [*bits, f"{args}.bnb_4bit_quant_type=fp4"]]
+    assert len({base(), *(base(*each) for each in quantized)}) == 4
+    assert base(*bits, f"{args}.lora_rank=4") == base(*bits)
     assert base(warm_start="warm_start.steps=9") == base(app="null") == base(app="generation-quickstart") == ""
     config = load_run(QUICKSTART, ["warm_start=null", "actor_infer.app=engines"])
     assert run_spec(config).base == identify_base(config) == ""
