@@ -51,8 +51,7 @@ class ClosedForms:
 def closed_forms(setup: Setup, measures: Measures, seed: int = 0) -> ClosedForms:
     limits, rng = setup.limits, np.random.default_rng(seed)
     members = limits.group_size + limits.redundancy
-    drawn = np.array([measures.workload.draw_group(rng, members) for _ in range(NUM_DRAWN)])
-    turns, env_s = drawn[..., 0], drawn[..., 1]
+    turns, env_s = measures.workload.draw_groups(rng, NUM_DRAWN, members)
     count = float(min(setup.running, limits.max_groups_in_flight * members))
     times, busy = turns, count
     for _ in range(8):  # members that have ended leave the engines to the others of their group
@@ -90,7 +89,7 @@ def expected_lag(outcome: SimulatedRun, setup: Setup) -> float:
     return max(in_system - 0.5 + 1 - outcome.learner_idle, 0.0) + fmean(setup.publish_lags)
 
 
-def _env_calls_s(turns: Floats, env_s: Floats, measures: Measures) -> float:
+def _env_calls_s(turns: npt.NDArray[np.int64], env_s: Floats, measures: Measures) -> float:
     """Return an episode's mean time in calls of its env."""
     most = env_s if measures.env_call_s is None else turns * measures.env_call_s
     return float(np.minimum(env_s, most).mean())

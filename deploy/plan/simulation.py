@@ -6,7 +6,7 @@ Engines share turns evenly; a turn's time is that of the concurrency at its star
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import inf
 from typing import Any
 
@@ -18,6 +18,8 @@ from offbeat.deploy.plan.workload import Measures, PlannedEpisode
 from offbeat.services.buffer.admission import GroupCounts, count_admissible, oldest_consumable
 
 ROUNDING_S = 1e-9
+DRAWN_GROUPS = 64
+"""Groups drawn at a time."""
 
 
 class _Group:
@@ -69,6 +71,7 @@ class Simulation:
         """0-based; filled or trained."""
         self._published = 0
         self._standing = self._next = 0
+        self._episodes = self._draw_episodes()
         self._free = setup.slots
         self._queue: deque[_Member] = deque()
         self._assembling: dict[int, _Group] = {}
@@ -130,13 +133,19 @@ class Simulation:
         self._observe()
 
     def _admit(self) -> None:
-        limits = self._setup.limits
         group = _Group(self._next, self._step, self._now)
         self._next, self._standing = self._next + 1, self._standing + 1
-        episodes = self._measures.workload.draw_group(self._rng, limits.group_size + limits.redundancy)
-        group.members = [_Member(group, episode) for episode in episodes]
+        group.members = [_Member(group, episode) for episode in next(self._episodes)]
         self._assembling[group.number] = group
         self._queue.extend(group.members)
+
+    def _draw_episodes(self) -> Iterator[list[PlannedEpisode]]:
+        """Yield the episodes of one group after another."""
+        members = self._setup.limits.group_size + self._setup.limits.redundancy
+        while True:
+            drawn = self._measures.workload.draw_groups(self._rng, DRAWN_GROUPS, members)
+            for turns, env_s in zip(drawn.turns.tolist(), drawn.env_s.tolist(), strict=True):
+                yield [PlannedEpisode(*episode) for episode in zip(turns, env_s, strict=True)]
 
     def _begin(self, member: _Member) -> None:
         self._free -= 1

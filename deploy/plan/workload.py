@@ -9,6 +9,7 @@ from math import inf
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from offbeat.deploy.plan.distributions import ValueDistribution
 
@@ -19,8 +20,15 @@ class PlannedEpisode(NamedTuple):
     """Time outside of engines."""
 
 
+class DrawnGroups(NamedTuple):
+    """Fields of `PlannedEpisode`, each [groups, members]."""
+
+    turns: npt.NDArray[np.int64]
+    env_s: npt.NDArray[np.float64]
+
+
 class Workload(Protocol):
-    def draw_group(self, rng: np.random.Generator, members: int) -> list[PlannedEpisode]: ...
+    def draw_groups(self, rng: np.random.Generator, count: int, members: int) -> DrawnGroups: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +39,9 @@ class AssumedWorkload:
     env_s: ValueDistribution
     """Of a turn."""
 
-    def draw_group(self, rng: np.random.Generator, members: int) -> list[PlannedEpisode]:
-        turns = self.turns.draw_counts(rng, members)
-        starts = np.concatenate([[0], np.cumsum(turns)[:-1]])
-        sums = np.add.reduceat(self.env_s.draw(rng, int(turns.sum())), starts)
-        return [PlannedEpisode(count, env_s) for count, env_s in zip(turns.tolist(), sums.tolist(), strict=True)]
+    def draw_groups(self, rng: np.random.Generator, count: int, members: int) -> DrawnGroups:
+        turns = self.turns.draw_counts(rng, count * members).reshape(count, members)
+        return DrawnGroups(turns, _sum_of_turns(rng, self.env_s, turns))
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,12 @@ class MeasuredWorkload:
     intraclass_correlation: float = 1.0
     """Intraclass correlation of episodes' times."""
 
-    def draw_group(self, rng: np.random.Generator, members: int) -> list[PlannedEpisode]:
+    def draw_groups(self, rng: np.random.Generator, count: int, members: int) -> DrawnGroups:
+        drawn = [episode for _ in range(count) for episode in self._draw_group(rng, members)]
+        turns, env_s = (np.array(field).reshape(count, members) for field in zip(*drawn, strict=True))
+        return DrawnGroups(turns, env_s)
+
+    def _draw_group(self, rng: np.random.Generator, members: int) -> list[PlannedEpisode]:
         recorded = self.groups[self._draw(rng)]
         order = rng.permutation(len(recorded))
         episodes = [recorded[i] for i in order[:members]]
@@ -79,9 +90,17 @@ class RetimedWorkload:
     env_s: ValueDistribution
     """Of a turn."""
 
-    def draw_group(self, rng: np.random.Generator, members: int) -> list[PlannedEpisode]:
-        turns = [episode.turns for episode in self.episodes.draw_group(rng, members)]
-        return [PlannedEpisode(count, float(self.env_s.draw(rng, count).sum())) for count in turns]
+    def draw_groups(self, rng: np.random.Generator, count: int, members: int) -> DrawnGroups:
+        turns = self.episodes.draw_groups(rng, count, members).turns
+        return DrawnGroups(turns, _sum_of_turns(rng, self.env_s, turns))
+
+
+def _sum_of_turns(
+    rng: np.random.Generator, of_turn: ValueDistribution, turns: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    ends = np.cumsum(turns)
+    values = of_turn.draw(rng, int(ends[-1]))
+    return np.add.reduceat(values, ends - turns.ravel()).reshape(turns.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,8 +154,8 @@ def test_recorded_groups_are_weighted_to_the_mean_of_all_episodes():
 
 def test_without_recorded_batches_episodes_are_alike_and_a_note_says_so():
     measured = measure([*step_rows(), *rollout_rows(episode_s=2.0)], [])
-    episode = measured.measures.workload.draw_group(np.random.default_rng(0), 1)[0]
-    assert episode.turns == 4
+    drawn = measured.measures.workload.draw_groups(np.random.default_rng(0), 1, 1)
+    assert drawn.turns.item() == 4
     assert "no batches are recorded" in measured.notes[0]
 
 
@@ -172,8 +172,8 @@ def test_cpu_of_workers_is_a_line_over_all_turns_and_no_time_of_envs():
         ]
     measures = measure([*step_rows(), *rows, *cpu], [[timed(0, 1.2), timed(1, 1.2)]]).measures
     assert measures.worker_s == pytest.approx(0.02)
-    (episode,) = measures.workload.draw_group(np.random.default_rng(0), 1)
-    assert episode.env_s == pytest.approx(1.2 - 2 * (0.1 + 0.02))
+    drawn = measures.workload.draw_groups(np.random.default_rng(0), 1, 1)
+    assert drawn.env_s.item() == pytest.approx(1.2 - 2 * (0.1 + 0.02))
     assert measure([*step_rows(), *rows], []).measures.worker_s == 0.0
 
 
@@ -186,7 +186,7 @@ def test_waits_for_a_free_thread_are_no_time_of_an_envs_call():
     unlimited, free, full = (
         measure([*step_rows(), *rows], groups, env_steps=limit).measures for limit in (None, 64, 2)
     )
-    env_s = [each.workload.draw_group(np.random.default_rng(0), 1)[0].env_s for each in (unlimited, free, full)]
+    env_s = [each.workload.draw_groups(np.random.default_rng(0), 1, 1).env_s.item() for each in (unlimited, free, full)]
     assert (unlimited.env_call_s, free.env_call_s) == (None, pytest.approx(0.06 * 50 / 40))
     assert env_s[0] == env_s[1] == pytest.approx(2.0 - 2 * 0.1)
     rate = 4 * 45 / 3.2
