@@ -1,5 +1,5 @@
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from typing import Any, Generic, Protocol
 
 from typing_extensions import TypeVar
@@ -93,7 +93,8 @@ def read_number(value: Any, source: str) -> float:
 def read_numbers(value: Any, count: int, source: str) -> list[float]:
     """Return as many finite numbers as a group has members; raises RewardError."""
     expected = f"{source}: expected a list of {count} numbers, one for each member"
-    if isinstance(value, str) or not hasattr(value, "__len__") or not hasattr(value, "__iter__"):
+    is_list = hasattr(value, "__len__") and hasattr(value, "__iter__")  # also an array or a tensor
+    if not is_list or isinstance(value, str | bytes | Mapping | Set):  # neither is in the group's order
         raise RewardError(Failure.MALFORMED, f"{expected}, got {repr(value)[:80]}")
     if len(value) != count:
         raise RewardError(Failure.MALFORMED, f"{expected}, got {len(value)}")

@@ -57,7 +57,15 @@ async def gap_to_best(samples: Sequence[GroupMember]) -> list[float]:
 
 
 def answers_of_group(samples: Sequence[GroupMember]) -> object:
-    return {"few": [1.0], "number": 1.0, "text": "ab", "nan": [1.0, float("nan")]}[samples[0].response]
+    results = {
+        "few": [1.0],
+        "number": 1.0,
+        "text": "ab",
+        "nan": [1.0, float("nan")],
+        "mapping": {0: 0.5, 1: 0.25},
+        "set": {0.5, 0.25},
+    }
+    return results[samples[0].response]
 
 
 def told(samples: Sequence[GroupMember]) -> object:

@@ -95,6 +95,8 @@ async def test_a_tags_rewards_alone_compare_its_groups():
         ("few", "expected a list of 2 numbers, one for each member, got 1"),
         ("number", "expected a list of 2 numbers, one for each member, got 1.0"),
         ("text", "expected a list of 2 numbers, one for each member, got 'ab'"),
+        ("mapping", "expected a list of 2 numbers, one for each member, got {0: 0.5, 1: 0.25}"),
+        ("set", "expected a list of 2 numbers, one for each member, got {"),
         ("nan", r"answers_of_group\[1\]: the score is nan"),
     ],
 )
