@@ -25,6 +25,7 @@ from offbeat.deploy.config.device_plan import ClusterNode
 from offbeat.deploy.config.devices import choose_devices, count_gpus
 from offbeat.deploy.config.errors import ConfigError, collect_issues, is_like_known
 from offbeat.deploy.config.list_overrides import find_list_overrides
+from offbeat.deploy.config.override_syntax import find_syntax_problems
 from offbeat.deploy.config.paths import expand_home, resolve_paths
 from offbeat.deploy.config.rights import check_rights
 from offbeat.deploy.config.run import RunConfig
@@ -184,10 +185,12 @@ def compose_files(path: Path, overrides: Sequence[str] = ()) -> tuple["DictConfi
         folder = str(path.resolve().parent)
         with _composing, initialize_config_dir(config_dir=folder, version_base="1.3"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*Defaults list is missing `_self_`.*")  # ROLL's files: last by default
+            parsed = _allow_new_keys(overrides)
             try:
-                return compose(config_name=path.name, overrides=_allow_new_keys(overrides)), own
+                return compose(config_name=path.name, overrides=parsed), own
             except (HydraException, TypeError) as error:
-                if issues := list(find_list_overrides(overrides, compose(config_name=path.name))):
+                issues = list(find_syntax_problems(overrides, parsed))
+                if issues := issues or list(find_list_overrides(overrides, compose(config_name=path.name))):
                     raise ConfigError(issues, str(path)) from error
                 raise
 
