@@ -3,15 +3,28 @@
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
 from offbeat.deploy.cli.agent_option import check_temperature, split_endpoint, split_policy_path
 from offbeat.deploy.cli.usage import check_target, error_text, exit_usage, user_errors, writing
 from offbeat.deploy.local.signals import interruptible
+
+CONCURRENCY = 32
+"""Default number of episodes at a time, of each engine."""
+
+
+class SamplingOptions(NamedTuple):
+    engine: Any
+    """`transformers`, or a `ServedName`."""
+    replicas: int | None
+    temperature: float | None
+    scales_concurrency: bool
+    """Whether each engine gets as many episodes at a time."""
 
 
 def rollout(
@@ -48,13 +61,27 @@ def rollout(
         float | None, typer.Option(min=0, help="Sampling temperature; 0 is greedy.", show_default=False)
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed; the run's by default.", show_default=False)] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Number of episodes played at a time.")] = 32,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Number of episodes played at a time; 32 for each engine by default.", show_default=False
+        ),
+    ] = None,
     engine: Annotated[
         Literal["transformers", "config", "vllm", "hf_infer", "sglang"],
         typer.Option(
             help="What samples a policy: transformers, the engine of `actor_infer` (`config`), or one by name."
         ),
     ] = "transformers",
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Number of engines, each on its own GPUs; `actor_infer.num_replicas` by default, as far as this machine's "
+            "devices suffice.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Play a run's episodes on this machine, for evaluation, pass@k, or training data.
@@ -74,6 +101,8 @@ def rollout(
         exit_usage(f"--per {per} needs a .jsonl file as --out")
     if engine != "transformers" and agent in ("random", "openai"):
         exit_usage(f"--engine has no effect with --agent {agent}: leave it out, or take a policy")
+    if replicas is not None and engine == "transformers":
+        exit_usage("--replicas are of an engine: add --engine config")
     if per == "pair" and group_size < 2:
         exit_usage("--per pair compares the episodes of a task: set --group-size to at least 2")
     check_target("--out", out)
@@ -96,8 +125,11 @@ def rollout(
             )
         if per == "pair" and (tag := _longest_stepwise(loaded)):
             exit_usage(f"--per pair: {tag} has a context per turn, so episodes are no conversations: use --per answer")
-        order = EpisodeRequest(episodes, group_size, kind, loaded.seed if seed is None else seed, concurrency)
-        _rollout(loaded, order, agent, endpoint, engine, temperature, out, per, as_json=as_json)
+        order = EpisodeRequest(
+            episodes, group_size, kind, loaded.seed if seed is None else seed, concurrency or CONCURRENCY
+        )
+        sampling = SamplingOptions(engine, replicas, temperature, scales_concurrency=concurrency is None)
+        _rollout(loaded, order, agent, endpoint, sampling, out, per, as_json=as_json)
     except user_errors() as error:
         exit_usage(error_text(error))
 
@@ -114,8 +146,7 @@ def _rollout(
     order: Any,
     agent: str | None,
     endpoint: tuple[str, str] | None,
-    engine: Any,
-    temperature: float | None,
+    sampling: SamplingOptions,
     out: Path,
     per: Any,
     *,
@@ -125,27 +156,38 @@ def _rollout(
     from offbeat.deploy.play.session import RANDOM, find_policy
     from offbeat.services.messages.types import EpisodeKind
 
-    if temperature is not None:
+    if sampling.temperature is not None:
         name = "val_env_manager" if order.kind is EpisodeKind.EVAL else "actor_infer"
         table = getattr(config, name)
-        args = table.generating_args.model_copy(update={"temperature": temperature})
+        args = table.generating_args.model_copy(update={"temperature": sampling.temperature})
         config = config.model_copy(update={name: table.model_copy(update={"generating_args": args})})
     say = partial(typer.echo, err=as_json)  # a reader of the JSON gets nothing else
     source = endpoint[0] if endpoint else RANDOM if agent == RANDOM else str(find_policy(config, agent))
     say(f"collecting {order.episodes} episodes with {source}")
-    served = None if engine == "transformers" else prepare_engine(config, engine, Path(source))
-    if served is not None:
-        say(f"starting {served.strategy_args.strategy_name} ({served.device})")
+    served = None
+    if sampling.engine != "transformers":
+        served = prepare_engine(config, sampling.engine, Path(source), sampling.replicas)
+        say(f"starting {_describe(served, config.actor_infer.num_replicas if sampling.replicas is None else None)}")
+        if sampling.scales_concurrency:
+            order = replace(order, concurrency=CONCURRENCY * served.num_replicas)
     rollouts = _collect(config, order, source, endpoint, served, needs_messages=out.suffix == ".jsonl", as_json=as_json)
     played = rollouts.result
     if played.trajectories:
         _write(config, rollouts, out, per, say)
-    sampler = None if endpoint or agent == RANDOM else served.strategy_args.strategy_name if served else engine
-    _print_summary(played, order, source, sampler, as_json=as_json)
+    sampler = None if endpoint or agent == RANDOM else served.strategy_args.strategy_name if served else sampling.engine
+    _print_summary(played, order, source, sampler, served.num_replicas if served else 1, as_json=as_json)
     if not played.trajectories:
         typer.echo(f"no episode was played: {out} was not written", err=True)
         raise typer.Exit(1)
     say(f"wrote {out}" + (f": offbeat inspect {out}" if out.suffix == ".parquet" else ""))
+
+
+def _describe(served: Any, wanted: int | None) -> str:
+    """wanted: engines of the run, if it decides their number."""
+    name, number = f"{served.strategy_args.strategy_name} ({served.device})", served.num_replicas
+    if wanted is not None and number < wanted:
+        return f"{name}, {number} of the run's {wanted} engines, as this machine has no devices for more"
+    return name if number == 1 else f"{name}, {number} engines"
 
 
 def _collect(
@@ -202,7 +244,7 @@ def _write(config: Any, rollouts: Any, out: Path, per: Any, say: Callable[[str],
         say(f"`messages` of {tag} are without its functions: only the tokens are what the policy reads and writes")
 
 
-def _print_summary(played: Any, order: Any, source: str, engine: str | None, *, as_json: bool) -> None:
+def _print_summary(played: Any, order: Any, source: str, engine: str | None, replicas: int, *, as_json: bool) -> None:
     """engine: what sampled the policy; None: text of no policy, without its tokens."""
     from offbeat.deploy.play.summary import describe, summarize, to_json
 
@@ -211,7 +253,7 @@ def _print_summary(played: Any, order: Any, source: str, engine: str | None, *, 
         typer.secho(f"{what} could not be played: {played.last_errors[reason]}", fg=typer.colors.RED, err=as_json)
     summaries = summarize(played.trajectories, order.group_size, has_tokens=engine is not None)
     if as_json:
-        tree = {"policy": source, "engine": engine, "failed": dict(played.failures)}
+        tree = {"policy": source, "engine": engine, "replicas": replicas, "failed": dict(played.failures)}
         typer.echo(json.dumps({**tree, "duration_s": round(played.duration_s, 3), **to_json(summaries)}, indent=2))
     elif played.trajectories:
         for line in describe(summaries):

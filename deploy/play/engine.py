@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Literal
+from typing import IO, Literal, Protocol
 
 from pydantic import ValidationError
 
@@ -30,10 +30,10 @@ from offbeat.deploy.play.policy import parse_version
 from offbeat.deploy.play.target import PlayTarget
 from offbeat.services.errors import EpisodeError, GenerationError, RetryableError
 from offbeat.services.generation.config import EngineStrategy, GenerationConfig, VllmConfig
-from offbeat.services.generation.engine import PolicyEngine
 from offbeat.services.generation.engines import start_serving
 from offbeat.services.messages.types import Completion, GenerateRequest, PromptImage, Sampling, VersionSpan
 from offbeat.services.process import uncollected_imports
+from offbeat.trainer.config.issue import ConfigIssue
 
 ServedName = Literal["config", "vllm", "hf_infer", "sglang"]
 """Engine of `actor_infer`, or another one by its name there."""
@@ -42,10 +42,20 @@ INTERRUPTED = 130
 """Exit code."""
 
 
+START_FAILURES = (ImportError, ValidationError, GenerationError, RetryableError, RuntimeError, ValueError, OSError)
+"""Errors of an engine's start."""
+
+
+class SamplingEngine(Protocol):
+    """Part of `PolicyEngine` that samples."""
+
+    async def generate(self, request: GenerateRequest, version: int) -> Completion: ...
+
+
 class EngineSampler:
     """Answers of an engine that serves one version."""
 
-    def __init__(self, engine: PolicyEngine, sampling: Sampling, version: int) -> None:
+    def __init__(self, engine: SamplingEngine, sampling: Sampling, version: int) -> None:
         """sampling: with the limits of the run, which a turn's only lower."""
         self._engine = engine
         self._sampling = sampling
@@ -78,22 +88,24 @@ class EngineSampler:
         return replace(completion, versions=(VersionSpan(0, len(completion.token_ids), self._version),))
 
 
-def prepare_engine(config: RunConfig, name: ServedName, folder: Path) -> GenerationConfig:
-    """Return the configuration of an engine that serves a policy's folder, once what it needs is imported.
+def prepare_engine(config: RunConfig, name: ServedName, folder: Path, replicas: int | None = None) -> GenerationConfig:
+    """Return the configuration of engines that serve a policy's folder; of a single one, once what it needs is imported.
+
+    replicas: as in `choose_engine`.
 
     Call before the event loop runs: errors that vLLM's imports keep refer to the frames of all callers, and so would keep an
     engine that these hold until the interpreter ends, when its client fails.
 
     Raises:
-        ConfigError: it has no such arguments, or does not compute such a model.
+        ConfigError: it has no such arguments, does not compute such a model, or there are too few GPUs.
         GenerationError: it is not installed.
     """
-    infer = choose_engine(config.actor_infer, name)
+    infer = choose_engine(config.actor_infer, name, replicas)
     served = config.model_copy(update={"pretrain": str(folder), "actor_infer": infer})
     if issues := [*check_engine_arguments(served), *check_recurrent(served)]:
         raise ConfigError(issues)
     atexit.register(gc.collect)
-    if infer.strategy_args.strategy_name == "vllm":
+    if infer.strategy_args.strategy_name == "vllm" and infer.num_replicas == 1:
         from offbeat.services.generation.vllm.arguments import engine_environment
 
         os.environ.update(engine_environment(infer))
@@ -102,20 +114,44 @@ def prepare_engine(config: RunConfig, name: ServedName, folder: Path) -> Generat
     return infer
 
 
-def choose_engine(infer: GenerationConfig, name: ServedName) -> GenerationConfig:
+def choose_engine(infer: GenerationConfig, name: ServedName, replicas: int | None = None) -> GenerationConfig:
     """Return the configuration of the named engine; one that is not the run's takes no arguments passed unchanged.
 
-    Without `device`, it is on GPUs if there are enough, as there is no learner.
+    Without `device`, it is on GPUs if there are enough, as there is no learner. replicas: None for `num_replicas`, as far
+    as this machine's GPUs or CPUs suffice.
+
+    Raises:
+        ConfigError: there are not as many GPUs as `replicas` need.
     """
     strategy = infer.strategy_args
     if name != "config" and name != strategy.strategy_name:
         known = {key: getattr(infer.engine, key) for key in VllmConfig.model_fields}
         strategy = EngineStrategy(strategy_name=name, strategy_config=VllmConfig(**known))
     infer = infer.model_copy(update={"strategy_args": strategy})
-    package = GPU_ENGINES.get(strategy.strategy_name)
+    if _takes_gpus(infer):
+        infer = infer.model_copy(update={"device": "cuda"})
+    return infer.model_copy(update={"num_replicas": _count_replicas(infer, replicas)})
+
+
+def _takes_gpus(infer: GenerationConfig) -> bool:
+    package = GPU_ENGINES.get(infer.strategy_args.strategy_name)
     if "device" in infer.model_fields_set or package is None or count_gpus() < infer.engine.world_size:
-        return infer
-    return infer.model_copy(update={"device": "cuda"}) if strategy.python or is_installed(package) else infer
+        return False
+    return bool(infer.strategy_args.python) or is_installed(package)
+
+
+def _count_replicas(infer: GenerationConfig, replicas: int | None) -> int:
+    size = infer.engine.world_size
+    if infer.device == "cuda":
+        gpus = count_gpus()
+        room = gpus // size
+        if replicas is not None and replicas > max(1, room):
+            each = f"{size} GPUs each (tensor_parallel_size x pipeline_parallel_size)" if size > 1 else "one GPU each"
+            problem = f"{replicas} engines of {each} are more than this machine's {gpus} hold: take at most {room}"
+            raise ConfigError([ConfigIssue("--replicas", problem)])
+    else:
+        room = int(len(os.sched_getaffinity(0)) / infer.cpus_per_replica)
+    return min(infer.num_replicas, max(1, room)) if replicas is None else replicas
 
 
 @asynccontextmanager
@@ -131,17 +167,20 @@ async def open_sampler(
     with TemporaryFile() as printed:
         with _stated_failures(infer.strategy_args.strategy_name, printed), _interrupts():
             engine = await start_serving(infer, folder, version, sequence_length=target.sequence_length, seed=seed)
-        sampling = Sampling(
-            target.temperature, target.top_p, target.top_k, target.max_new_tokens, stop_ids, target.stop_strings
-        )
-        sampler = EngineSampler(engine, sampling, version)
+        sampler = EngineSampler(engine, sampling_of(target, stop_ids), version)
         try:
             yield sampler
         finally:
             with _redirected_to(printed):
                 engine.close()
             if sampler.has_failed:
-                _show(printed)
+                show_printed(printed)
+
+
+def sampling_of(target: PlayTarget, stop_ids: tuple[int, ...]) -> Sampling:
+    return Sampling(
+        target.temperature, target.top_p, target.top_k, target.max_new_tokens, stop_ids, target.stop_strings
+    )
 
 
 @contextmanager
@@ -150,15 +189,24 @@ def _stated_failures(name: str, printed: IO[bytes]) -> Iterator[None]:
     try:
         with _redirected_to(printed):
             yield
-    except ImportError as error:
-        raise GenerationError(f"--engine {name}: {error}: {INSTALL}") from error
-    except GenerationError as error:
-        raise GenerationError(f"--engine {name}: {error}") from error
-    except ValidationError as error:
-        raise GenerationError(f"--engine {name}: it did not start: {error.errors()[0]['msg']}") from error
-    except (RuntimeError, ValueError, OSError, RetryableError) as error:
-        _show(printed)
-        raise GenerationError(f"--engine {name}: it did not start: {error}") from error
+    except START_FAILURES as error:
+        message, shows_output = describe_failure(error)
+        if shows_output:
+            show_printed(printed)
+        raise GenerationError(f"--engine {name}: {message}") from error
+
+
+def describe_failure(error: Exception) -> tuple[str, bool]:
+    """Describe one of `START_FAILURES`, and return whether what the engine printed may say more."""
+    match error:
+        case ImportError():
+            return f"{error}: {INSTALL}", False
+        case GenerationError():
+            return str(error), False
+        case ValidationError():
+            return f"it did not start: {error.errors()[0]['msg']}", False
+        case _:
+            return f"it did not start: {error}", True
 
 
 @contextmanager
@@ -179,7 +227,8 @@ def _interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _show(printed: IO[bytes]) -> None:
+def show_printed(printed: IO[bytes]) -> None:
+    """Write an engine's output to standard error."""
     printed.seek(0)
     sys.stderr.write(printed.read().decode(errors="replace"))
 

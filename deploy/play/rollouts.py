@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from msgspec import structs
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.play.agents import TextSampler, make_random_agent
 from offbeat.deploy.play.prompts import AnsweredRows, open_answered, open_rewards
+from offbeat.deploy.play.replicas import ReplicaSampler
 from offbeat.deploy.play.target import PlayTarget, build_target, remove_token_limits
 from offbeat.envs import registry
 from offbeat.envs.prompts import ROW_IMAGE
@@ -138,7 +139,7 @@ async def run_episodes(
     config: RunConfig,
     request: EpisodeRequest,
     chat: ChatFormat,
-    sample: Sample | None,
+    sample: Sample | ReplicaSampler | None,
     progress: Progress,
     runtime: AgentRuntime | None = None,
     *,
@@ -165,7 +166,8 @@ async def run_episodes(
             try:
                 transcript = None if rewards is None else rewards.begin(task.tag)
                 target = find_target(task.tag)
-                played = await _play(request, number, task, target, chat, sample, pool, runtime, rows, transcript)
+                with sample.episode() if isinstance(sample, ReplicaSampler) else nullcontext(sample) as answers:
+                    played = await _play(request, number, task, target, chat, answers, pool, runtime, rows, transcript)
                 if rewards is not None and transcript is not None:
                     played, member = await rewards.add(played, request.kind, transcript)
                     if member is not None:

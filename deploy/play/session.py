@@ -14,6 +14,7 @@ from offbeat.deploy.play.engine import open_sampler
 from offbeat.deploy.play.episode import trace_episode
 from offbeat.deploy.play.openai_agent import OpenAISampler
 from offbeat.deploy.play.policy import BatchingSampler, SamplingParams, TransformersPolicy, policy_folder
+from offbeat.deploy.play.replicas import open_replicas
 from offbeat.deploy.play.rollouts import EpisodeRequest, EpisodeResult, run_episodes
 from offbeat.deploy.play.target import PlayTarget, build_target, check_rendering, remove_token_limits
 from offbeat.deploy.play.vision_policy import VisionPolicy
@@ -73,7 +74,7 @@ async def collect(
     engine: GenerationConfig | None = None,
 ) -> CollectedEpisodes:
     """agent: `random`, or as in `find_policy`. endpoint: URL and model that answer in its place. engine: of
-    `prepare_engine`, to sample a policy; None: transformers in this process.
+    `prepare_engine`, to sample a policy with `num_replicas` of it; None: transformers in this process.
 
     Raises:
         ConfigError: no envs, messages of envs with functions, or functions or external agents with an endpoint.
@@ -121,8 +122,8 @@ async def collect(
         elif engine is None:
             sample = load_sampler(folder, chat, target, request.seed)
         else:
-            opened = open_sampler(engine, folder, target, chat.stop_ids, request.seed)
-            sample = await stack.enter_async_context(opened)
+            opening = open_sampler if engine.num_replicas == 1 else open_replicas
+            sample = await stack.enter_async_context(opening(engine, folder, target, chat.stop_ids, request.seed))
         result = await run_episodes(config, request, chat, sample, progress, runtime)
     return CollectedEpisodes(result, chat, calling_tags)
 

@@ -59,6 +59,25 @@ def test_greedy_answers_of_hf_infer_are_those_of_transformers(
     assert_equal(play(folder, tmp_path / "x.parquet", "--engine", "hf_infer", "--temperature", 0), greedy)
 
 
+def test_greedy_answers_of_two_engines_are_those_of_one(
+    folder: Path, tmp_path: Path, greedy: list[RecordedTokens]
+) -> None:
+    """As many as the run has, if there are as many CPUs."""
+    out, few = tmp_path / "x.parquet", "+actor_infer.cpus_per_replica=0.1"
+    policy = ("--agent", folder / "policy", "--temperature", 0, "--out", out)
+    done = rollout(folder, *policy, "--engine", "hf_infer", "+actor_infer.num_replicas=2", few)
+    assert "starting hf_infer (cpu), 2 engines\n" in done.output
+    assert_equal(read_parquet(out), greedy)
+
+
+@pytest.mark.nightly
+def test_greedy_answers_of_two_engines_of_vllm_are_those_of_one(
+    folder: Path, tmp_path: Path, greedy: list[RecordedTokens]
+) -> None:
+    out = tmp_path / "x.parquet"
+    assert_equal(play(folder, out, "--engine", "config", "--replicas", 2, "--temperature", 0), greedy)
+
+
 @pytest.mark.slow
 def test_vllm_answers_as_transformers_prints_json_and_leaves_no_process(
     folder: Path, tmp_path: Path, greedy: list[RecordedTokens]
@@ -87,13 +106,14 @@ def test_vllm_answers_as_transformers_prints_json_and_leaves_no_process(
 
 
 @pytest.mark.slow
-def test_an_interrupt_while_vllm_starts_ends_it(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("replicas", [(), ("--replicas", "2")])
+def test_an_interrupt_while_vllm_starts_ends_it(folder: Path, tmp_path: Path, replicas: tuple[str, ...]) -> None:
     """vLLM catches the KeyboardInterrupt of its start, and waited ten minutes for an engine that it had closed."""
-    options = ("--agent", str(folder / "policy"), "--engine", "vllm", "--out", "x.parquet")
+    options = ("--agent", str(folder / "policy"), "--engine", "vllm", *replicas, "--out", "x.parquet")
     terminal = Terminal(tmp_path, "rollout", str(folder / "run.yaml"), *options)
     terminal.read_until(b"starting vllm (cpu)")
     parent = psutil.Process(terminal.process.pid)
-    wait_until_sync(lambda: len(parent.children()) > 1, timeout_s=120)  # the engine, beside multiprocessing's tracker
+    wait_until_sync(lambda: len(parent.children()) > 1, timeout_s=120)  # two, or one beside multiprocessing's tracker
     children = parent.children(recursive=True)
     assert terminal.interrupt() == 130
     assert b"Traceback" not in terminal.output
@@ -189,6 +209,11 @@ def test_an_engine_that_can_not_start_is_a_line(folder: Path, tmp_path: Path, mo
         ),
         ((*policy, "--engine", "vllm"), "pip install 'offbeat[cpu]', or 'offbeat[gpu]' for CUDA"),
         ((*policy, "--engine", "hf_infer", "actor_infer.kv_cache_gib=1e-6"), "hold no sequence of 512 tokens"),
+        (
+            (*policy, "--engine", "hf_infer", "--replicas", 2, "actor_infer.kv_cache_gib=1e-6"),
+            "--engine hf_infer: engine ",
+        ),
+        ((*policy, "--replicas", 2), "--replicas are of an engine: add --engine config"),
         (("--agent", "random", "--engine", "hf_infer"), "--engine has no effect with --agent random"),
         (
             ("--agent", "openai", "http://localhost:1/v1", "--engine", "vllm"),

@@ -3,15 +3,17 @@
 import asyncio
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.play import engine as play_engine
 from offbeat.deploy.play.engine import choose_engine, open_sampler
 from offbeat.deploy.play.target import build_target, load_config
 from offbeat.services.errors import EpisodeError
 from offbeat.services.generation.config import EngineStrategy, GenerationConfig
+from offbeat.services.generation.engine import PolicyEngine
 from offbeat.services.messages.types import PromptImage
 
 
@@ -51,6 +53,28 @@ def test_an_engine_is_on_gpus_if_there_are_enough_for_one(
     assert choose_engine(config, "hf_infer").device == "cpu"
 
 
+@pytest.mark.parametrize(("gpus", "wanted", "number"), [(8, None, 3), (4, None, 2), (1, None, 1), (8, 4, 4), (0, 5, 5)])
+def test_the_number_of_engines_is_as_asked_or_the_runs(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, wanted: int | None, number: int
+) -> None:
+    """The run's as far as the machine's devices suffice."""
+    monkeypatch.setattr(play_engine, "count_gpus", lambda: gpus)
+    monkeypatch.setattr(play_engine, "is_installed", lambda _: True)
+    arguments = {"strategy_config": {"tensor_parallel_size": 2}}
+    config = config_of("vllm", strategy_args=arguments, num_replicas=3, cpus_per_replica=1000)
+    assert choose_engine(config, "config", wanted).num_replicas == number
+
+
+def test_more_engines_than_gpus_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(play_engine, "count_gpus", lambda: 4)
+    monkeypatch.setattr(play_engine, "is_installed", lambda _: True)
+    config = config_of("vllm", strategy_args={"strategy_config": {"tensor_parallel_size": 2}})
+    says = r"--replicas: 3 engines of 2 GPUs each \(tensor_parallel_size x .*more than this machine's 4 hold: take at most 2"
+    with pytest.raises(ConfigError, match=says):
+        choose_engine(config, "vllm", 3)
+    assert choose_engine(config, "hf_infer", 3).num_replicas == 3, "it is on CPUs"
+
+
 async def test_a_refused_prompt_and_a_dead_engine_cost_the_episode(folder: Path) -> None:
     config = load_config(folder / "run.yaml")
     infer = config.actor_infer.model_copy(update={"strategy_args": EngineStrategy(strategy_name="hf_infer")})
@@ -61,7 +85,7 @@ async def test_a_refused_prompt_and_a_dead_engine_cost_the_episode(folder: Path)
             await sample((3, 4), 2, (PromptImage(0, 1, b""),))
         with pytest.raises(EpisodeError, match="generation_refused: a token id is outside the vocabulary"):
             await sample((3, 10**6), 2)
-        sample._engine.close()
+        cast(PolicyEngine, sample._engine).close()
         with pytest.raises(EpisodeError, match="generation_unavailable: the engine failed"):
             await sample((3, 4), 2)
         assert sample.has_failed
