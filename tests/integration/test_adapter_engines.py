@@ -22,7 +22,11 @@ from offbeat.services.messages.types import Completion, GenerateRequest, Samplin
 from offbeat.services.weights.transports.lora import BASE_DIGEST
 from tests.integration.policy_weights import mismatch, random_policy, save_weights, write_policy
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("engine_forks"),
+]
 
 CONFIG = GenerationConfig(model_args=EngineModelArgs(dtype="float32"), kv_cache_gib=0.25)
 LENGTH, MAX_RANK = 512, 8

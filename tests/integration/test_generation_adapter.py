@@ -32,7 +32,11 @@ from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import PackedPolicy
 from tests.integration.policy_weights import write_policy
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("engine_forks"),
+]
 
 FLOAT_NOISE = 5e-5
 CONFIG = GenerationConfig(

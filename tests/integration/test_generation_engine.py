@@ -49,7 +49,11 @@ from tests.integration.policy_weights import (
     write_policy,
 )
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("engine_forks"),
+]
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from tests.families import write_multimodal
 from tests.integration.hybrid_policy import random_hybrid, write_hybrid
 from tests.integration.policy_weights import mismatch, save_weights
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("engine_forks")]
 
 PROMPT = tuple(range(8, 28)) * 4
 SIZES = {"vocab_size": 128, "head_dim": 32, "max_position_embeddings": 512, "tie_word_embeddings": False}

@@ -18,7 +18,11 @@ from offbeat.services.messages.types import Completion, FinishReason, GenerateRe
 from tests.integration.hybrid_policy import random_hybrid, write_hybrid
 from tests.integration.policy_weights import mismatch, save_weights
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("engine_forks"),
+]
 
 NOISE, OTHER_WEIGHTS = 0.05, 0.15
 """Mean differences of logprobs: bfloat16's, and what other weights exceed."""

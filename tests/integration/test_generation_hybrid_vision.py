@@ -21,7 +21,11 @@ from offbeat.trainer.models.policy import PackedPolicy
 from tests.families import write_vision_policy
 from tests.integration.policy_weights import save_weights
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("engine_forks"),
+]
 
 NOISE, OTHER_WEIGHTS = 0.05, 0.15
 """Mean differences of logprobs: bfloat16's, and what other weights or images exceed."""
@@ -75,10 +79,12 @@ class Policies:
         return request, await self.engine.generate(request, self.version)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def policies(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Policies]:
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=("qwen3_5", pytest.param("qwen3_5_moe", marks=pytest.mark.nightly))
+)
+async def policies(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Policies]:
     folder = tmp_path_factory.mktemp("policy")
-    write_vision_policy(folder, "qwen3_5", WORDS, max_position_embeddings=1024)
+    write_vision_policy(folder, request.param, WORDS, max_position_embeddings=1024)
     engine = await VllmEngine.start(CONFIG, folder, sequence_length=1024, seed=1)
     policies = Policies(engine, folder, tmp_path_factory.mktemp("weights"))
     try:

@@ -13,7 +13,11 @@ from offbeat.services.generation.vllm.engine import VllmEngine
 from offbeat.services.messages.types import Completion, GenerateRequest, Sampling
 from tests.integration.policy_weights import random_policy, save_weights, write_policy
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("engine_forks"),
+]
 
 ANSWER = 96
 CONFIG = GenerationConfig(model_args=EngineModelArgs(dtype="float32"), kv_cache_gib=0.003, keep_sessions=True)

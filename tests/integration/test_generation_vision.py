@@ -53,14 +53,18 @@ from tests.fakes import train_on
 from tests.families import write_vision_policy
 from tests.trainer.plain_engine import PlainEngine
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("engine_forks"),
+]
 
 FLOAT_NOISE = 5e-5
 CONFIG = GenerationConfig(model_args=EngineModelArgs(dtype="float32", image_input=True), kv_cache_gib=0.25)
 WORDS = tuple(f"w{i}" for i in range(20))
 
 
-@pytest.fixture(scope="module", params=("qwen2_vl", "qwen3_vl"))
+@pytest.fixture(scope="module", params=("qwen2_vl", "qwen3_vl", "qwen3_vl_moe"))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("seeing")
     write_vision_policy(folder, request.param, WORDS)

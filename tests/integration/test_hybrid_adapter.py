@@ -23,7 +23,7 @@ from offbeat.trainer.models.lora import unmerged_weights
 from offbeat.trainer.models.packing import PackedInput
 from tests.integration.hybrid_policy import write_hybrid
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("engine_forks")]
 
 CONFIG = GenerationConfig(
     model_args=EngineModelArgs(dtype="bfloat16"),

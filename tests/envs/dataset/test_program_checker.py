@@ -90,7 +90,7 @@ SHORT = Limits(timeout_s=3.0, cpu_s=3)
 @needs_sandbox
 @pytest.mark.parametrize("name", HACKS)
 def test_reward_hacks_fail(name: str):
-    limits = SHORT if name.startswith("endless") or name in ("equal_hashes", "sleep") else LIMITS
+    limits = SHORT if name.startswith("endless") or name.endswith("sleep") or name == "equal_hashes" else LIMITS
     for test in (EQUATION, STATEMENTS, MODULE):
         began = time.monotonic()
         assert check_program(HACKS[name], test, limits)

@@ -153,13 +153,23 @@ async def test_events_that_are_not_durable_stay(small_life: Run, redis: Redis):
     assert read_events_after(redis, RUN, "0")[0].ordinal == 11
 
 
-async def test_refilled_groups_leave_with_the_last_part(small_life: Run):
+async def test_refilled_groups_leave_with_the_last_part(small_life: Run, redis: Redis, tmp_path: Path):
     run = small_life
     await run.complete_groups(40)
     taken = [group for _ in range(40) if (group := run.learner.take(0, 16)) is not None]
     run.learner.refill(taken[3], "zero_variance", 1)
     run.learner.refill(taken[39], "zero_variance", 1)
     entry_ids = [group.entry_id for group in taken if group not in (taken[3],)]
-    assert run.learner.ack(entry_ids, 1) == 39
+    with LedgerThread(redis, RUN, tmp_path):
+        assert run.learner.ack(entry_ids, 1) == 39
     counters = run.learner.counters()
     assert (counters.trained, counters.dropped, counters.in_flight) == (39, {"zero_variance": 1}, 0)
+
+
+async def test_a_ledger_that_does_not_follow_holds_the_learner_for_a_bounded_time(
+    small_life: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learner_client, "LEDGER_TIMEOUT_S", 0.05)
+    await small_life.complete_groups(40)
+    taken = [small_life.learner.take(0, 16) for _ in range(40)]
+    assert small_life.learner.ack([group.entry_id for group in taken if group is not None], 1) == 40

@@ -307,6 +307,7 @@ def test_a_command_whose_wakeup_was_lost_is_applied(
 ) -> None:
     """Redis removes a wakeup as it sends it: a connection that breaks then has lost it."""
     monkeypatch.setattr("offbeat.trainer.tinker.learner.TIDY_INTERVAL_S", 0.0)
+    monkeypatch.setattr("offbeat.trainer.tinker.learner.SAVE_INTERVAL_S", 0.0)
 
     class Log(StoppingLog):
         def wait(self, timeout_s: float) -> set[str]:
