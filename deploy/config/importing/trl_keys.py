@@ -212,7 +212,9 @@ def _reward(key: Key) -> Outcome | None:
     rewards = [
         _one_reward(name, weight) for name, weight in zip(names, _weights(key.tree), strict=False) if name != OVERLONG
     ]
-    return Outcome("value", ("rewards",), rewards, "a function takes (sample, **args) here (docs/pipelines.md)")
+    has_functions = any(reward["kind"] == "function" for reward in rewards)
+    note = "a function takes (sample, **args) here (docs/rewards.md#kinds)" if has_functions else ""
+    return Outcome("value", ("rewards",), rewards, note)
 
 
 def _weights(tree: Tree) -> list[float]:

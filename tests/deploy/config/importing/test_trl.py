@@ -62,6 +62,15 @@ def statuses(reports: list[KeyReport]) -> dict[str, str]:
     return {".".join(each.key): each.outcome.status for each in reports if each.key}
 
 
+@pytest.mark.parametrize(("function", "note"), [(", my_rewards.length", "docs/rewards.md#kinds"), ("", "")])
+def test_functions_alone_are_told_what_they_take(function: str, note: str, tmp_path: Path):
+    text = GRPO.replace(", my_rewards.length", function)
+    reports = import_trl(write(tmp_path, "grpo.yaml", text)).keys
+    (outcome,) = (each.outcome for each in reports if each.key == ("reward_funcs",))
+    assert note in outcome.note
+    assert bool(outcome.note) == bool(function)
+
+
 def test_fine_tuning_with_lora(tmp_path: Path):
     imported = import_trl(write(tmp_path, "sft.yaml", SFT))
     assert imported.to_do == ()
