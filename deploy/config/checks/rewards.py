@@ -127,14 +127,14 @@ def _check_groups(config: RunConfig) -> Iterator[ConfigIssue]:
     for index, reward in enumerate(config.rewards):
         if not reward.is_of_group:
             continue
-        if size < 2:
-            message = "it compares the members of a group: take a train_env_manager.group_size of at least 2"
-            yield ConfigIssue(f"rewards.{index}.scope", message)
-        elif config.num_baselines:
+        if config.num_baselines:
             message = (
                 f"adv_estimator {config.adv_estimator} needs the reward of a greedy episode, which is none of the group's "
                 "members: take another, such as rloo"
             )
+            yield ConfigIssue(f"rewards.{index}.scope", message)
+        elif size < 2:
+            message = "it compares the members of a group: take a train_env_manager.group_size of at least 2"
             yield ConfigIssue(f"rewards.{index}.scope", message)
         elif isinstance(reward, LlmJudgeConfig) and (reward.num_partners or 0) >= size:
             message = f"a group of {size} has {size - 1} others: take at most these, or leave it out for all"

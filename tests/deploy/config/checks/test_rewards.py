@@ -255,7 +255,9 @@ def test_rewards_that_compare_need_members_to_compare(tmp_path: Path):
     issues = refused(tmp_path, group_reward(), *one, "reward_normalization.method=identity")
     assert "take a train_env_manager.group_size of at least 2" in issues["rewards.0.scope"]
     remax = ("adv_estimator=remax", "reward_normalization.method=identity")
-    assert "needs the reward of a greedy episode" in refused(tmp_path, group_reward(), *remax)["rewards.0.scope"]
+    for more in ((), ("train_env_manager.group_size=1",)):
+        issues = refused(tmp_path, group_reward(), *remax, *more)
+        assert "needs the reward of a greedy episode" in issues["rewards.0.scope"]
     few = refused(tmp_path, group_reward(num_partners=8))
     assert few["rewards.0.num_partners"] == "a group of 8 has 7 others: take at most these, or leave it out for all"
     assert load(tmp_path, group_reward(num_partners=7), "eval_steps=0").rewards[0].is_of_group
