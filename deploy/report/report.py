@@ -259,9 +259,10 @@ def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> No
         console.print("Baselines: " + ", ".join(f"{name} {value:.2f}" for name, value in report["baselines"].items()))
     hit_rate = report.get("prefix_cache_hit_rate")
     cached = "" if hit_rate is None else f" ({hit_rate:.0%} of prompt tokens cached)"
+    lag = report["max_staleness_seen"]  # which rows lack, whose responses may be sampled (`distill.lmbda`)
     sampled = (
         f", {report['tokens_generated']:,} tokens generated{cached}, {report['tokens_trained']:,} trained, "
-        f"{report['weight_updates']:,} weight updates, staleness at most {_format(report['max_staleness_seen'], '.0f')}"
+        f"{report['weight_updates']:,} weight updates" + ("" if lag is None else f", staleness at most {lag:.0f}")
         if has_episodes or report["tokens_generated"]
         else f", {report['tokens_trained']:,} tokens"
     )
