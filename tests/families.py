@@ -140,7 +140,11 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
     "qwen3_5": QWEN_TOKENS | {"text_config": CHANGES["qwen3_5_text"] | M_ROPE, "vision_config": QWEN_VISION},
     "qwen3_5_moe": QWEN_TOKENS | {"text_config": CHANGES["qwen3_5_moe_text"] | M_ROPE, "vision_config": QWEN_VISION},
     "qwen3_vl": QWEN_TOKENS | {"text_config": M_ROPE, "vision_config": DEEPSTACK},
-    "qwen3_vl_moe": QWEN_TOKENS | {"text_config": CHANGES["qwen3_moe"] | M_ROPE, "vision_config": DEEPSTACK},
+    "qwen3_vl_moe": QWEN_TOKENS
+    | {
+        "text_config": CHANGES["qwen3_moe"] | M_ROPE | {"moe_intermediate_size": 48},
+        "vision_config": DEEPSTACK,
+    },
     "gemma3": {
         "text_config": CHANGES["gemma3_text"],
         "vision_config": VISION | {"model_type": "siglip_vision_model"},
@@ -188,6 +192,11 @@ SEEING: dict[str, dict[str, Any]] = {
         "vision_config": QWEN_VISION,
     },
 }
+for _family, _experts in (
+    ("qwen3_vl", EXPERTS | {"num_experts": 4, "moe_intermediate_size": 48, "norm_topk_prob": True}),
+    ("qwen3_5", SHARED_EXPERT),
+):
+    SEEING[f"{_family}_moe"] = SEEING[_family] | {"text_config": SEEING[_family]["text_config"] | _experts}
 """Sizes are those that vLLM takes on a CPU."""
 VISION_FAMILIES = ("qwen2_vl", *SEEING)
 """Families of `write_vision_policy`."""

@@ -15,9 +15,9 @@ import numpy.typing as npt
 from offbeat.services.chat.image_files import MALFORMED
 from offbeat.services.errors import RolloutError
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Supported `model_type`s."""
-TEXT_UNLESS_ASKED = ("qwen3_vl", "qwen3_5")
+TEXT_UNLESS_ASKED = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Families that are trained on text, without their encoder of images, unless `image_input` is set."""
 IMAGE_INPUT_ADVICE = (
     f"set tiny.vision to {{}}, or pretrain to a folder of {', '.join(FAMILIES)}, and for {' or '.join(TEXT_UNLESS_ASKED)} "

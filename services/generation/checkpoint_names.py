@@ -30,6 +30,12 @@ FUSED = {
 IN_MEMORY = {"gemma3", "mistral3"}
 """Multimodal families whose names in memory are loaded, too, by transformers and vLLM; older checkpoints have others."""
 
+TRANSPOSED = {"qwen3_vl_moe"}
+"""Families whose published files have the last two dimensions of stacked experts exchanged, as vLLM reads them; transformers
+reads both by their shapes, and writes its own. Of square ones nobody could tell.
+"""
+STACKED_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
+
 
 def engine_tensors(config: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield a model's weights as vLLM's model loads them: by a checkpoint's names, or stacked. config: of transformers"""
@@ -38,6 +44,13 @@ def engine_tensors(config: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterat
 
 def checkpoint_tensors(config: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield a model's weights as `save_pretrained` writes them, with experts one by one. config: of transformers"""
+    if config.model_type in TRANSPOSED:
+        text = config.get_text_config()
+        in_memory = (2 * text.moe_intermediate_size, text.hidden_size), (text.hidden_size, text.moe_intermediate_size)
+        for name, tensor in tensors:
+            is_in_memory = name.endswith(STACKED_EXPERTS) and tuple(tensor.shape[1:]) in in_memory
+            yield name, tensor.transpose(1, 2).contiguous() if is_in_memory else tensor
+        return
     mapping = None if config.model_type in IN_MEMORY else get_checkpoint_conversion_mapping(config.model_type)
     # As transformers does for models that it has not loaded: a prefix that no name had would be added
     conversions = [each for each in mapping or () if not isinstance(each, PrefixChange)]

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from offbeat.services.generation.checkpoint_names import TRANSPOSED
 from offbeat.services.generation.config import AttentionName
 from offbeat.trainer.models.recurrent_layers import RECURRENT_LAYERS
 
@@ -62,6 +63,11 @@ def packing_problem(auto: Any, folder: Path, attention: AttentionName = "auto", 
         return f"{name} caps attention's logits, which sdpa does not: leave attn_implementation out, or set it to eager"
     if auto is AutoModelForCausalLM and hasattr(config, "vision_config") and kind.__name__ not in _names(config):
         return f"{name} has image input, which its language model in transformers leaves out: take a text model"
+    if name in TRANSPOSED and text.hidden_size in (text.moe_intermediate_size, 2 * text.moe_intermediate_size):
+        return (
+            f"files of {name} have experts in either direction, which hidden_size {text.hidden_size} and "
+            f"moe_intermediate_size {text.moe_intermediate_size} do not tell apart: take another size"
+        )
     chunk = getattr(text, "attention_chunk_size", None) or 0
     if CHUNKED in layers and context > chunk:
         return f"{name} attends within chunks of {chunk} tokens: take a context of at most that, not {context}"

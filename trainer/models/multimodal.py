@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-TRAINED_ON_TEXT = ("gemma3", "mistral3", "qwen3_5", "qwen3_5_moe", "qwen3_vl")
+TRAINED_ON_TEXT = ("gemma3", "mistral3", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
 """Tested `model_type`s."""
 
 

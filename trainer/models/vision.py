@@ -1,4 +1,4 @@
-"""Packed vision-language policy (Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5).
+"""Packed vision-language policy (Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, also as mixtures of experts).
 
 Invariants: the trajectory locates images, as a policy may sample placeholder ids; with several processes, each pass
 computes the vision tower, so that all exchange the same weights and gradients.

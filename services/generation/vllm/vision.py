@@ -1,4 +1,5 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 for vLLM, fed with preprocessed pixels and expanded placeholders.
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and the mixtures of these for vLLM, fed with preprocessed pixels and expanded
+placeholders.
 
 Invariant: vision tower outputs of one version are never reused under another.
 """
@@ -17,7 +18,7 @@ if is_torchvision_missing():
 
 from vllm import ModelRegistry
 from vllm.inputs.engine import MultiModalInput, mm_input
-from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
+from vllm.model_executor.models import qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl, qwen3_vl_moe
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
@@ -46,8 +47,16 @@ class Qwen3Sizes(ImageLimits, qwen3_vl.Qwen3VLProcessingInfo):
     """Limits of Qwen3-VL."""
 
 
+class Qwen3MoeSizes(ImageLimits, qwen3_vl_moe.Qwen3VLMoeProcessingInfo):
+    """Limits of Qwen3-VL's mixtures of experts."""
+
+
 class Qwen35Sizes(ImageLimits, qwen3_5.Qwen3_5ProcessingInfo):
     """Limits of Qwen3.5."""
+
+
+class Qwen35MoeSizes(ImageLimits, qwen3_5.Qwen3_5MoeProcessingInfo):
+    """Limits of Qwen3.5's mixtures of experts."""
 
 
 class NoProcessing(qwen2_vl.Qwen2VLMultiModalProcessor):
@@ -82,8 +91,18 @@ class Qwen3VL(qwen3_vl.Qwen3VLForConditionalGeneration):
     """vLLM's model."""
 
 
+@takes_pixels(Qwen3MoeSizes)
+class Qwen3VLMoe(qwen3_vl_moe.Qwen3VLMoeForConditionalGeneration):
+    """vLLM's model."""
+
+
 @takes_pixels(Qwen35Sizes)
 class Qwen35(qwen3_5.Qwen3_5ForConditionalGeneration):
+    """vLLM's model."""
+
+
+@takes_pixels(Qwen35MoeSizes)
+class Qwen35Moe(qwen3_5.Qwen3_5MoeForConditionalGeneration):
     """vLLM's model."""
 
 
@@ -92,7 +111,9 @@ def register() -> None:
     ModelRegistry.register_model("Qwen2VLForConditionalGeneration", Qwen2VL)
     ModelRegistry.register_model("Qwen2_5_VLForConditionalGeneration", Qwen25VL)
     ModelRegistry.register_model("Qwen3VLForConditionalGeneration", Qwen3VL)
+    ModelRegistry.register_model("Qwen3VLMoeForConditionalGeneration", Qwen3VLMoe)
     ModelRegistry.register_model("Qwen3_5ForConditionalGeneration", Qwen35)
+    ModelRegistry.register_model("Qwen3_5MoeForConditionalGeneration", Qwen35Moe)
 
 
 class PromptMaker:

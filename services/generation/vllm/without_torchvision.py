@@ -18,6 +18,7 @@ MODULES = {
     "Qwen3_5ForConditionalGeneration": ("qwen3_5", "qwen2_vl"),
     "Qwen3_5MoeForConditionalGeneration": ("qwen3_5", "qwen2_vl"),
     "Qwen3VLForConditionalGeneration": ("qwen3_vl", "qwen2_vl"),
+    "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl_moe", "qwen2_vl"),
     "Gemma3ForConditionalGeneration": ("gemma3_mm", "gemma3"),
     "Mistral3ForConditionalGeneration": ("mistral3", "pixtral"),
 }

@@ -160,7 +160,9 @@ for _architecture, _class in (
     ("Qwen2VLForConditionalGeneration", "Qwen2VL"),
     ("Qwen2_5_VLForConditionalGeneration", "Qwen25VL"),
     ("Qwen3VLForConditionalGeneration", "Qwen3VL"),
+    ("Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoe"),
     ("Qwen3_5ForConditionalGeneration", "Qwen35"),
+    ("Qwen3_5MoeForConditionalGeneration", "Qwen35Moe"),
 ):
     ModelRegistry.register_model(_architecture, f"offbeat.services.generation.vllm.vision:{_class}")
 Worker.sleep = tolerate_memory_growth(Worker.sleep)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from offbeat.services.generation.checkpoint_names import checkpoint_tensors
+from offbeat.services.generation.checkpoint_names import STACKED_EXPERTS, checkpoint_tensors
 from offbeat.services.messages.types import PromptImage
 from offbeat.trainer.config.actor_train import ModelArgs, TrainingArgs
 from offbeat.trainer.engines.param_groups import parameter_groups
@@ -83,8 +83,23 @@ def test_exported_weights_are_those_of_a_whole_checkpoint(family: str, tmp_path:
     assert all(torch.equal(parameter, loaded[name]) for name, parameter in policy.model.named_parameters())
 
 
+def test_experts_are_exported_as_published_ones(tmp_path: Path) -> None:
+    """Of what has a checkpoint's layout already, nothing is exchanged, and what nobody could tell apart is refused."""
+    policy = load(tmp_path, "qwen3_vl_moe")
+    weights = {name: parameter.detach() for name, parameter in policy.model.named_parameters()}
+    written = dict(checkpoint_tensors(policy.model.config, weights.items()))
+    (gate, down) = (f"model.language_model.layers.0.mlp.experts.{name}_proj" for name in ("gate_up", "down"))
+    assert (written[gate].shape, written[down].shape) == ((4, 64, 96), (4, 48, 64))
+    for name, tensor in checkpoint_tensors(policy.model.config, written.items()):
+        assert torch.equal(tensor, written[name])
+        assert torch.equal(tensor.transpose(1, 2) if name.endswith(STACKED_EXPERTS) else tensor, weights[name])
+    write_multimodal(tmp_path / "square", "qwen3_vl_moe", moe_intermediate_size=32)
+    with pytest.raises(ValueError, match="hidden_size 64 and moe_intermediate_size 32 do not tell apart"):
+        load_policy(tmp_path / "square", ModelArgs(), seed=0)
+
+
 @pytest.mark.parametrize("target", ["all-linear", "q_proj,v_proj"])
-@pytest.mark.parametrize("family", ["qwen3_5", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl_moe", "gemma3"])
 def test_towers_take_no_adapters(family: str, target: str, tmp_path: Path, sequences: list[Tensor]) -> None:
     # Gemma 3's encoder of images has layers of the same names
     policy = load(tmp_path, family, lora_target=target, lora_rank=4).train()

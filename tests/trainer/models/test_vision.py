@@ -132,7 +132,8 @@ def test_logprobs_depend_on_images_and_the_tower_gets_gradients(folder: Path, po
     data.pngs[1] = [image(4, 4, 4)]
     other = policy(data.packed()).logprobs
     borders = [0, *np.cumsum([len(sequence) - 1 for sequence in data.sequences])]
-    changed = [not torch.equal(logprobs_before[a:b], other[a:b]) for a, b in pairwise(borders)]
+    # of another sequence, experts are given other tokens, and so compute by other kernels
+    changed = [not torch.allclose(logprobs_before[a:b], other[a:b], rtol=0, atol=1e-5) for a, b in pairwise(borders)]
     assert changed == [False, True, False]
     logprobs_before.sum().backward()
     untouched = [name for name, weight in policy.named_parameters() if weight.grad is None or not weight.grad.any()]
