@@ -85,7 +85,10 @@ def export_adapter(source: Path, out: Path, echo: Echo) -> None:
     settings = json.loads((checkpoint / ADAPTER / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     base = Path(settings["base_model_name_or_path"])
     if not any(base.glob("*.safetensors")) and not any(base.glob("pytorch_model*.bin")):
-        raise ExportError(f"the adapter's base, {base}, holds no weights any more: export the merged ones (--merge)")
+        raise ExportError(
+            f"the adapter's base, {base}, holds no weights (random ones, from which a tiny policy starts, are not kept): "
+            "export the merged ones (--merge)"
+        )
     if (checkpoint / ADAPTER / QUANTIZATION_CONFIG).is_file():
         if find_spec("bitsandbytes") is None:
             raise ExportError(

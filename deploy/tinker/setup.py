@@ -133,6 +133,10 @@ def _check_model(config: RunConfig) -> None:
     infer = config.actor_infer
     if config.actor_train.model_args.load_in_4bit:
         raise MeshError("actor_train.model_args.load_in_4bit: a Tinker server's base is not quantized: leave it out")
+    if config.actor_train.training_args.optim != "adamw_torch":
+        raise MeshError(
+            "actor_train.training_args.optim: a Tinker server's optimizer is AdamW in float32: leave it out"
+        )
     if has_vision(config):
         raise MeshError("pretrain: the policy has image input; adapters support text models only")
     for issue in check_packing(config):

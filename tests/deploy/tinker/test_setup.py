@@ -83,6 +83,10 @@ def test_another_tiny_policy_is_refused_before_its_files_are_replaced(tmp_path: 
             "actor_train.model_args={lora_target: all-linear, load_in_4bit: true}",
             "actor_train.model_args.load_in_4bit: a Tinker server's base is not quantized: leave it out",
         ),
+        (
+            "actor_train.training_args.optim=adamw_8bit",
+            "actor_train.training_args.optim: a Tinker server's optimizer is AdamW in float32: leave it out",
+        ),
         ("tiny.vision={}", "pretrain: the policy has image input; adapters support text models only"),
         ("actor_infer.kv_cache_gib=1e-6", "actor_infer.kv_cache_gib: 1e-06 GiB hold no sequence"),
     ],
