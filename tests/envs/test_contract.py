@@ -12,6 +12,7 @@ from offbeat.envs.contract import check_contract
 from offbeat.envs.contract_process import check_in_processes
 from tests.envs.sandbox.needs import needs_sandbox
 
+pytestmark = pytest.mark.slow
 FAULTY = Path(__file__).parent
 SMALL = 16 * 1024
 

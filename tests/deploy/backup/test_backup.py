@@ -27,6 +27,7 @@ from offbeat.trainer.learner.step_ledger import read_step_ledger
 from tests.deploy.backup.busy_run import GROUPS_PER_STEP, RUN, BusyLearner, busy_config, busy_run, keep_busy, play
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
 KEYS = RunKeys(RUN)
 NUM_BACKUPS = 6
 

@@ -27,6 +27,7 @@ from offbeat.services.weights.transports.base import file_name, owner_of
 from tests.fakes_rollout import HERE
 from tests.paths import QUICKSTART
 
+pytestmark = pytest.mark.slow
 NO_GPU = ClusterNode("a", "10.0.0.1", 0)
 URL = "redis://127.0.0.1:6390/0"
 

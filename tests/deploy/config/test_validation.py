@@ -14,6 +14,7 @@ from offbeat.deploy.config.validation import check_in_process
 from offbeat.services.control.rights import Rights
 from tests.paths import QUICKSTART
 
+pytestmark = pytest.mark.slow
 ENVS = '''
 import os, subprocess, sys, time
 from subprocess import Popen

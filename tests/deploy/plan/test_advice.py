@@ -24,6 +24,7 @@ from tests.copying import replace
 from tests.deploy.console.folders import write_run
 from tests.deploy.plan.test_measurements import rollout_rows, step_rows
 
+pytestmark = pytest.mark.slow
 ORDER = "buffer.order=completion"
 
 

@@ -17,6 +17,7 @@ from offbeat.deploy.plan.plan import make_plan, setup_of
 from tests.deploy.plan.settings import measures_of, setup_with
 from tests.paths import CONFIGS, QUICKSTART
 
+pytestmark = pytest.mark.slow
 TIMES = ("--env-latency", "lognormal:0.2:0.2", "--turn-latency", "0.02", "--turns", "uniform:3:12", "--train-s", "0.5")
 
 

@@ -11,6 +11,7 @@ from offbeat.envs.dataset.program_checker import CallTest, check_program, count_
 from offbeat.envs.sandbox import Limits, check_isolation
 from tests.envs.sandbox.needs import needs_sandbox
 
+pytestmark = pytest.mark.slow
 EQUATION = "assert double(21) == 42"
 MODULE = "assert math.isclose(double(21), 42)"
 STATEMENTS = """

@@ -6,6 +6,7 @@ from offbeat.envs.dataset.program_checker import check_program
 from offbeat.envs.sandbox import Limits
 from tests.envs.sandbox.needs import needs_sandbox
 
+pytestmark = pytest.mark.slow
 LIMITS = Limits(timeout_s=20.0)
 DECIDING = """
 class X:

@@ -10,6 +10,7 @@ from offbeat.envs.sandbox.shell import ShellLimits
 from tests.envs.harbor.task_folder import TaskFolder, needs_shell
 from tests.envs.sandbox.test_shell import BACKENDS, limits_of
 
+pytestmark = pytest.mark.slow
 VERIFIER = """
 for i in $(seq ${PATIENCE:-5}); do
   [ -e /app/out.txt ] || [ -e /logs/verifier/reward.json ] && break

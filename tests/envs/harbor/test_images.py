@@ -17,6 +17,7 @@ from offbeat.envs.sandbox.shell import TASK_IMAGE, ShellLimits
 from tests.envs.harbor.task_folder import TaskFolder, write_image_task
 from tests.envs.sandbox.images import IMAGE, remove_images, require_image
 
+pytestmark = pytest.mark.slow
 LIMITS = ShellLimits(image=TASK_IMAGE)
 
 

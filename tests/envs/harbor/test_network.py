@@ -18,6 +18,7 @@ from tests.envs.harbor.task_folder import TaskFolder, write_image_task
 from tests.envs.sandbox.images import remove_images
 from tests.envs.sandbox.networks import DOWNLOAD, Server, require_network, start_server
 
+pytestmark = pytest.mark.slow
 PROGRAMS = {
     "more connections than a process may have": """
 for i in $(seq 1500); do echo x > /dev/udp/{address}/9999; done""",

@@ -16,6 +16,7 @@ from offbeat.envs.sandbox.shell import ShellLimits
 from tests.envs.harbor.task_folder import TaskFolder, needs_shell
 from tests.envs.sandbox.images import require_image
 
+pytestmark = pytest.mark.slow
 TASKS = find_tasks(OWN_TASKS)
 
 

@@ -26,6 +26,7 @@ from tests.envs.sandbox.networks import DOWNLOAD, SERVERS, Server, require_netwo
 from tests.envs.sandbox.test_shell import bash
 from tests.waiting import wait_until_sync
 
+pytestmark = pytest.mark.slow
 FOLDERS = ("/app", "/tmp")
 
 

@@ -16,6 +16,7 @@ from offbeat.trainer.models.loading import load_policy
 from tests.integration.learner_rank import SMOOTH, fixed_batch
 from tests.trainer.engines.comparing import STEP, assert_same, nll, weights_of
 
+pytestmark = pytest.mark.slow
 STAGES = [(0, "float32"), (2, "float32"), (3, "float32"), (2, "bfloat16"), (3, "bfloat16")]
 
 

@@ -25,6 +25,7 @@ from tests.trainer.learner.harness import (
     run_until_crash,
 )
 
+pytestmark = pytest.mark.slow
 MEMORY = "/dev/shm"
 """Where hundreds of lives write: on a disk, they would wait for it most of the time."""
 REPLAY = {"samples_per_insert": 2.5, "max_times_sampled": 3}

@@ -25,6 +25,7 @@ from tests.trainer.trackers.test_delivery import (
 )
 from tests.waiting import wait_until_sync
 
+pytestmark = pytest.mark.slow
 CONFIG = {"max_steps": 6, "actor_train": {"training_args": {"learning_rate": 0.001}}}
 SAMPLES = (
     TextSample(2, 1, "Lake", 0.0, "<b>[red]S F\x1b[2J", ("<answer>Left</answer>", "Up"), ("Left", "Up")),

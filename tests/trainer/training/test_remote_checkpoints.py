@@ -17,6 +17,7 @@ from offbeat.trainer.training.remote_checkpoints import RemoteFolder, SourceErro
 from tests.trainer.training.fenced_learner import write
 from tests.trainer.training.object_store import BUCKET, s3_bucket
 
+pytestmark = pytest.mark.slow
 CALLS = ("put_file", "pipe_file", "rm_file", "rm", "ls", "info", "cat_file")
 
 

@@ -14,6 +14,8 @@ from offbeat.envs.frozen_lake import WORDS, FrozenLakeEnv
 from tests.paths import QUICKSTART
 from tests.services.gateway.templates import HERMES
 
+pytestmark = pytest.mark.slow
+
 
 class Offering(FrozenLakeEnv):
     """A lake with a map that can be looked at."""

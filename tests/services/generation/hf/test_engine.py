@@ -29,6 +29,8 @@ from tests.services.generation.hf.policies import (
 )
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("keep", [True, False])
 async def test_turns_of_sessions_have_the_logprobs_of_a_plain_forward(start: Start, keep: bool) -> None:

@@ -21,6 +21,8 @@ from tests.services.generation.hf.policies import (
     with_arguments,
 )
 
+pytestmark = pytest.mark.slow
+
 
 async def test_running_requests_keep_their_cache_and_continue_under_new_weights(start: Start) -> None:
     policies = await start()

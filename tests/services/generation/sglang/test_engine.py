@@ -37,6 +37,7 @@ from tests.services.generation import generation_fakes
 from tests.services.generation.sglang import fake_server
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
 FAKE = (str(Path(fake_server.__file__)),)
 CONTEXT = 4096
 

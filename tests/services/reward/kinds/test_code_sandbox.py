@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from offbeat.services.reward.errors import Failure, RewardError
 from tests.services.reward.samples import config_of, score
 
+pytestmark = pytest.mark.slow
 ADD = "```python\ndef add(a, b):\n    return a + b\n```"
 WRONG_FOR_NEGATIVE = "```python\ndef add(a, b):\n    return abs(a) + abs(b)\n```"
 ECHO = "```python\nprint(input())\nprint(input())\n```"
