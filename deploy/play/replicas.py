@@ -74,8 +74,8 @@ class EngineProcess(asyncio.SubprocessProtocol):
     async def generate(self, request: GenerateRequest, version: int) -> Completion:
         """Sample one turn under the version of the order; as `PolicyEngine`."""
         del version
-        if self._end:
-            raise RetryableError(f"{self._name}: {self._end}")
+        if self._end or self._is_closing:
+            raise RetryableError(f"{self._name}: {self._end or 'the engine process has ended'}")
         self._number += 1
         number, answer = self._number, asyncio.get_running_loop().create_future()
         self._answers[number] = answer
@@ -100,6 +100,11 @@ class EngineProcess(asyncio.SubprocessProtocol):
             os.killpg(self._pid, signal.SIGKILL)
         await self._exited.wait()
         self._transport.close()
+
+    @property
+    def _is_closing(self) -> bool:
+        """Whether nothing more reaches the process: asyncio would log each attempt."""
+        return self._transport is None or cast(Any, self._transport.get_pipe_transport(0)).is_closing()
 
     @property
     def _has_started(self) -> bool:
