@@ -62,7 +62,7 @@ def closed_forms(setup: Setup, measures: Measures, seed: int = 0) -> ClosedForms
     slowest = np.sort(times, axis=1)[:, limits.group_size - 1]
     batches = slowest[: len(slowest) // limits.groups_per_step * limits.groups_per_step]
     sync_s = batches.reshape(-1, limits.groups_per_step).max(axis=1).mean() if len(batches) else slowest.max()
-    played = limits.groups_per_step * members / max(1 - measures.refilled, 1e-9)
+    played = (limits.groups_per_step + mean_refills(setup, measures)) * members
     lags = setup.publish_lags
     train_s = measures.train_s(setup.batch) + measures.publish_s * lags.count(0) / len(lags) + measures.other_s
     return ClosedForms(
@@ -87,6 +87,13 @@ def expected_lag(outcome: SimulatedRun, setup: Setup) -> float:
     """
     in_system = (outcome.playing_groups + outcome.waiting_groups) / setup.limits.groups_per_step
     return max(in_system - 0.5 + 1 - outcome.learner_idle, 0.0) + fmean(setup.publish_lags)
+
+
+def mean_refills(setup: Setup, measures: Measures) -> float:
+    """Return the groups that a step replaces for lack of learning signal: a geometric number for each that it keeps."""
+    kept = setup.limits.groups_per_step
+    refills = [setup.max_refills if share == 1 else kept * share / (1 - share) for share in measures.no_signal]
+    return fmean(min(each, setup.max_refills) for each in refills) if refills else 0.0
 
 
 def _env_calls_s(turns: npt.NDArray[np.int64], env_s: Floats, measures: Measures) -> float:

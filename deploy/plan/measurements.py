@@ -4,7 +4,7 @@ A turn's time is fitted over the run's concurrency, training's time over tokens.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -119,7 +119,6 @@ def measure(
     trajectories = _total(counted, "trajectories")
     fixed_s, per_token_s = _fit_training(counted)
     busy = {name: _total(counted, f"time/{name}_s") / len(counted) for name in STEP_PARTS}
-    refilled = _total(counted, "groups_dropped/no_signal")
     measures = Measures(
         workload=workload,
         turn_s=turn_s,
@@ -130,7 +129,7 @@ def measure(
         announce_s=ANNOUNCE_S,
         serve_s=_mean(rows, "generation", "load_s") + _mean(rows, "generation", "pause_s"),
         other_s=max(span_s / len(counted) - sum(busy.values()), 0.0),
-        refilled=refilled / max(refilled + _total(counted, "groups"), 1.0),
+        no_signal=tuple(_no_signal(row.values) for row in counted),
         env_call_s=env_call_s,
         worker_s=worker_s,
     )
@@ -319,6 +318,12 @@ def _env_call_s(
     call_s = in_calls / sum(row["turns"] for row in kept)
     served_s = min(call_s, env_steps / turns_per_s)
     return served_s, call_s - served_s
+
+
+def _no_signal(values: Mapping[str, float]) -> float:
+    """Return the share of a step's groups without learning signal, those that it replaced among them."""
+    refilled = values.get("groups_dropped/no_signal", 0.0)
+    return (refilled + values.get("groups_without_signal", 0.0)) / max(refilled + values.get("groups", 0.0), 1.0)
 
 
 def _fit_training(steps: Sequence[MetricRow]) -> tuple[float, float]:

@@ -2,6 +2,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from offbeat.deploy.plan.closed_forms import mean_refills
 from offbeat.deploy.plan.estimate import Estimate
 from offbeat.deploy.plan.outcome import Setup
 from offbeat.deploy.plan.workload import Measures
@@ -26,7 +27,7 @@ def memory_of(
     estimate: Estimate, setup: Setup, measures: Measures, save_steps: int, architecture: Mapping[str, Any] | None
 ) -> Memory:
     tokens = measures.tokens
-    consumed = save_steps * setup.limits.groups_per_step / max(1 - measures.refilled, 1e-9)
+    consumed = save_steps * (setup.limits.groups_per_step + mean_refills(setup, measures))
     groups = estimate.playing_groups + estimate.waiting_groups + consumed
     stored = groups * setup.limits.group_size * (BYTES_PER_TOKEN * tokens + BYTES_PER_TRAJECTORY)
     kv_tokens = (1 - estimate.slots_empty) * setup.slots / setup.num_replicas * tokens

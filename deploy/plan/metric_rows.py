@@ -18,6 +18,7 @@ MEASURED = {
             "tokens/computed",
             "trajectories",
             "groups",
+            "groups_without_signal",
             "staleness",
         )
     ),

@@ -31,6 +31,8 @@ class Setup:
     """Of `actor_infer.device_mapping`, which implies `num_replicas`; None: it is not set."""
     publish_every: tuple[int, ...] = (1,)
     """Periods, in steps, of published weights: `model_update_frequency`, `save_steps`, `eval_steps`."""
+    max_refills: int = 0
+    """Groups without learning signal that a step replaces; further ones are trained."""
     sleeps: bool = False
     """Whether engines sleep, with their turns, from a batch until the learner waits again (`enable_sleep_mode`)."""
 

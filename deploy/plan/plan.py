@@ -92,6 +92,7 @@ def setup_of(config: RunConfig) -> Setup:
         publish_every=tuple(
             each for each in (config.model_update_frequency, config.save_steps, config.eval_steps) if each
         ),
+        max_refills=round(config.max_refill_ratio * limits.groups_per_step) if config.zero_variance == "refill" else 0,
         sleeps=all_sleep(config),
     )
 

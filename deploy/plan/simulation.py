@@ -6,7 +6,7 @@ Engines share turns evenly; a turn's time is that of the concurrency at its star
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import inf
 from typing import Any
 
@@ -14,12 +14,10 @@ import numpy as np
 
 from offbeat.deploy.plan.outcome import Setup, SimulatedRun, Statistics
 from offbeat.deploy.plan.stations import Average, Servers, Station
-from offbeat.deploy.plan.workload import Measures, PlannedEpisode
+from offbeat.deploy.plan.workload import Measures, PlannedEpisode, draw_episodes
 from offbeat.services.buffer.admission import GroupCounts, count_admissible, oldest_consumable
 
 ROUNDING_S = 1e-9
-DRAWN_GROUPS = 64
-"""Groups drawn at a time."""
 
 
 class _Group:
@@ -71,7 +69,8 @@ class Simulation:
         """0-based; filled or trained."""
         self._published = 0
         self._standing = self._next = 0
-        self._episodes = self._draw_episodes()
+        members = setup.limits.group_size + setup.limits.redundancy
+        self._episodes = draw_episodes(measures.workload, self._rng, members)
         self._free = setup.slots
         self._queue: deque[_Member] = deque()
         self._assembling: dict[int, _Group] = {}
@@ -81,6 +80,9 @@ class Simulation:
         self._num_complete = 0
         self._taken: list[_Group] | None = []
         """Of the batch being filled; None while the learner is busy."""
+        self._refills = 0
+        self._no_signal = self._draw_no_signal()
+        """Of this batch."""
         self._wait_began = 0.0
         self._served_at = 0.0
         self._generating = 0
@@ -138,14 +140,6 @@ class Simulation:
         group.members = [_Member(group, episode) for episode in next(self._episodes)]
         self._assembling[group.number] = group
         self._queue.extend(group.members)
-
-    def _draw_episodes(self) -> Iterator[list[PlannedEpisode]]:
-        """Yield the episodes of one group after another."""
-        members = self._setup.limits.group_size + self._setup.limits.redundancy
-        while True:
-            drawn = self._measures.workload.draw_groups(self._rng, DRAWN_GROUPS, members)
-            for turns, env_s in zip(drawn.turns.tolist(), drawn.env_s.tolist(), strict=True):
-                yield [PlannedEpisode(*episode) for episode in zip(turns, env_s, strict=True)]
 
     def _begin(self, member: _Member) -> None:
         self._free -= 1
@@ -294,12 +288,16 @@ class Simulation:
             _, group = heapq.heappop(self._ready)
             if limits.stale_policy == "drop" and group.version < oldest_consumable(self._batch, limits.max_staleness):
                 self._drop("stale")
-            elif self._measures.refilled and self._rng.random() < self._measures.refilled:
+            elif self._refills < self._setup.max_refills and self._rng.random() < self._no_signal:
+                self._refills += 1
                 self._drop("no_signal")
             else:
                 self._taken.append(group)
                 if len(self._taken) == limits.groups_per_step:
                     self._train(self._taken)
+
+    def _draw_no_signal(self) -> float:
+        return float(self._rng.choice(self._measures.no_signal)) if self._measures.no_signal else 0.0
 
     def _may_take(self) -> bool:
         """Return whether the next group in order is complete."""
@@ -359,7 +357,7 @@ class Simulation:
             self._forget()
         if len(ends) == self._last:
             return
-        self._taken = []
+        self._taken, self._refills, self._no_signal = [], 0, self._draw_no_signal()
         if self._setup.sleeps:  # the newest weights are loaded before the first turn
             load_s = self._measures.serve_s if self._published == self._batch else 0.0
             self._at(self._now + load_s, self._wake, self._batch)

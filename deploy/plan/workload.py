@@ -1,7 +1,7 @@
 """Episodes and times of a plan, measured or assumed."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -12,6 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from offbeat.deploy.plan.distributions import ValueDistribution
+
+DRAWN_GROUPS = 64
+"""Groups that `draw_episodes` draws at a time."""
 
 
 class PlannedEpisode(NamedTuple):
@@ -95,6 +98,14 @@ class RetimedWorkload:
         return DrawnGroups(turns, _sum_of_turns(rng, self.env_s, turns))
 
 
+def draw_episodes(workload: Workload, rng: np.random.Generator, members: int) -> Iterator[list[PlannedEpisode]]:
+    """Yield the episodes of one group after another, without end."""
+    while True:
+        drawn = workload.draw_groups(rng, DRAWN_GROUPS, members)
+        for turns, env_s in zip(drawn.turns.tolist(), drawn.env_s.tolist(), strict=True):
+            yield [PlannedEpisode(*episode) for episode in zip(turns, env_s, strict=True)]
+
+
 def _sum_of_turns(
     rng: np.random.Generator, of_turn: ValueDistribution, turns: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
@@ -162,8 +173,8 @@ class Measures:
     """Then until the engines serve it."""
     other_s: float = 0.0
     """Rest of a step: checkpoints, records."""
-    refilled: float = 0.0
-    """Share of groups replaced for lack of signal."""
+    no_signal: tuple[float, ...] = ()
+    """Share of a step's groups without learning signal, of each measured step."""
     env_call_s: float | None = None
     """Of a turn's time outside of engines, in calls of its env, which `WorkerLimits` limit; None: all."""
     worker_s: float = 0.0

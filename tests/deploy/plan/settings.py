@@ -8,7 +8,9 @@ from offbeat.deploy.plan.workload import AssumedWorkload, Measures, TurnTimes
 from offbeat.services.buffer.api import BufferLimits
 
 
-def setup_with(*, order: str = "completion", slots: int = 64, num_replicas: int = 1, **limits: Any) -> Setup:
+def setup_with(
+    *, order: str = "completion", slots: int = 64, num_replicas: int = 1, max_refills: int = 0, **limits: Any
+) -> Setup:
     """Batches of four groups of four; 16 groups in play."""
     values: dict[str, Any] = {
         "group_size": 4,
@@ -21,7 +23,8 @@ def setup_with(*, order: str = "completion", slots: int = 64, num_replicas: int 
         "worker_timeout_s": 60.0,
         "stale_policy": "drop",
     }
-    return Setup(BufferLimits(**(values | limits)), order, slots, num_replicas=num_replicas)  # type: ignore[arg-type]
+    limits_of_run = BufferLimits(**(values | limits))
+    return Setup(limits_of_run, order, slots, num_replicas=num_replicas, max_refills=max_refills)  # type: ignore[arg-type]
 
 
 def measures_of(

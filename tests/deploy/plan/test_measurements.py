@@ -43,6 +43,7 @@ def step_rows(num: int = 6, *, refilled: float = 0.0) -> list[MetricRow]:
             "trajectories": 10.0,
             "groups": 5.0,
             "groups_dropped/no_signal": refilled,
+            "groups_without_signal": 2.0,
             "staleness": 1.5,
         }
         rows.append(MetricRow(2.0 * step, "learner", values, step))
@@ -75,7 +76,7 @@ def test_training_is_a_line_over_tokens_and_the_rest_of_a_step_is_counted():
     assert measures.train_s(10) == pytest.approx(0.28)
     assert measures.publish_s == pytest.approx(0.02)
     assert measures.other_s == pytest.approx(2 - 1 - 0.28 - 0.02)
-    assert measures.refilled == pytest.approx(1 / 6)
+    assert measures.no_signal == pytest.approx([(1 + 2) / (1 + 5)] * 5)
 
 
 def test_what_the_run_achieved_is_kept_for_comparison():

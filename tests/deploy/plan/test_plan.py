@@ -46,9 +46,9 @@ def test_a_plan_names_the_change_that_helps_most(tmp_path: Path):
 
 
 def test_refilled_groups_occupy_memory_until_the_checkpoint_of_their_step():
-    setup, measures = setup_with(), measures_of()
+    setup, measures = setup_with(max_refills=100), measures_of()
     at = estimate(setup, measures, Effort.for_batch(setup.batch, 200))
-    none, half = (memory_of(at, setup, replace(measures, refilled=share), 10, None).redis_mib for share in (0.0, 0.5))
+    none, half = (memory_of(at, setup, replace(measures, no_signal=(share,)), 10, None).redis_mib for share in (0, 0.5))
     consumed = 10 * setup.limits.groups_per_step
     waiting = at.playing_groups + at.waiting_groups
     assert half / none == pytest.approx((waiting + 2 * consumed) / (waiting + consumed))

@@ -1,10 +1,11 @@
 import math
+from statistics import fmean
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.deploy.plan.closed_forms import closed_forms, expected_lag
+from offbeat.deploy.plan.closed_forms import closed_forms, expected_lag, mean_refills
 from offbeat.deploy.plan.estimate import Effort, estimate
 from offbeat.deploy.plan.limits import WorkerLimits
 from offbeat.deploy.plan.outcome import Setup, SimulatedRun
@@ -104,9 +105,9 @@ def test_the_bound_holds_and_runs_repeat(
 ):
     setup = setup_with(
         order=order, slots=slots, max_groups_in_flight=groups, max_staleness=bound, redundancy=redundancy,
-        stale_policy=policy,
+        stale_policy=policy, max_refills=8,
     )  # fmt: skip
-    measures = measures_of(env_s=LONG, turn_s="1:0.01,32:0.05", train_s=0.3, serve_s=0.05, refilled=0.1)
+    measures = measures_of(env_s=LONG, turn_s="1:0.01,32:0.05", train_s=0.3, serve_s=0.05, no_signal=(0.1,))
     outcome = simulate(setup, measures, steps=25, warm_up=5, seed=seed)
     assert outcome == simulate(setup, measures, steps=25, warm_up=5, seed=seed)
     assert outcome.lags.total() == 20 * 4
@@ -115,6 +116,29 @@ def test_the_bound_holds_and_runs_repeat(
     assert -1e-9 <= outcome.slots_empty <= 1
     assert (outcome.cancelled > 0) <= (redundancy > 0 or policy == "drop")
     assert policy == "drop" or not outcome.dropped.keys() & {"stale", "expired"}
+
+
+@pytest.mark.parametrize("most", [0, 1, 3, 20])
+@pytest.mark.parametrize("shares", [(0.0,), (0.3,), (1.0,), (0.1, 0.5, 1.0)])
+def test_a_step_replaces_groups_without_signal_up_to_a_number(most: int, shares: tuple[float, ...]):
+    """As many as a negative binomial distribution says, cut there."""
+    setup, measures = setup_with(order="admission", max_refills=most), measures_of(train_s=0.2, no_signal=shares)
+    kept = setup.limits.groups_per_step
+
+    def chance(share: float, refills: int) -> float:
+        return math.comb(refills + kept - 1, refills) * share**refills * (1 - share) ** kept
+
+    expected = fmean(most - sum((most - n) * chance(share, n) for n in range(most)) for share in shares)
+    outcome = simulate(setup, measures, steps=1000, warm_up=100)
+    assert outcome.dropped["no_signal"] / 1000 == pytest.approx(expected, rel=0.1)
+    assert expected - 1e-9 <= mean_refills(setup, measures) <= most
+
+
+def test_the_mean_of_replaced_groups_is_that_of_a_step_without_a_limit():
+    measures = measures_of(no_signal=(0.5, 0.75, 1.0))
+    assert mean_refills(setup_with(max_refills=1000), measures) == pytest.approx((4 + 12 + 1000) / 3)
+    assert mean_refills(setup_with(max_refills=10), measures) == pytest.approx((4 + 10 + 10) / 3)
+    assert mean_refills(setup_with(max_refills=10), measures_of()) == 0.0
 
 
 def test_order_of_admission_drops_no_group_at_a_whole_bound():
