@@ -105,7 +105,7 @@ else
 	@$(BIN)/python -m pytest -q $(ARGS)
 endif
 
-test-fast: $(STAMP) ## run the tests that need neither Ray, vLLM nor a training engine: under two minutes
+test-fast: $(STAMP) ## run the tests that need neither Ray, vLLM, a training engine nor containers: some minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not alone and not slow' \
 		--ignore tests/integration --ignore tests/gpu $(ARGS)
 
