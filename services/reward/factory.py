@@ -21,7 +21,7 @@ from offbeat.services.reward.kinds.config import (
 from offbeat.services.reward.kinds.crossthink_qa import CrossThinkQA
 from offbeat.services.reward.kinds.detection import Detection
 from offbeat.services.reward.kinds.group_verdicts import build_group_verdict
-from offbeat.services.reward.kinds.http import HttpReward
+from offbeat.services.reward.kinds.http import HttpGroupReward, HttpReward
 from offbeat.services.reward.kinds.ifeval import IFEval
 from offbeat.services.reward.kinds.judge_verdicts import build_verdict
 from offbeat.services.reward.kinds.llm_judge import LlmJudge
@@ -77,6 +77,8 @@ def build_group_function(config: AnyReward) -> GroupFunction:
     match config:
         case UserFunctionConfig():
             return build_user_group_function(config)
+        case HttpConfig():
+            return HttpGroupReward(config)
         case LlmJudgeConfig():
             return LlmJudge(config, build_group_verdict(config))
         case _:

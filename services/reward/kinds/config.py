@@ -156,10 +156,16 @@ class HttpConfig(RewardConfig):
 
     is_share: ClassVar[bool] = False
     kind: Literal["http"]
+    scope: Scope = "episode"
+    """`group`: POST of a group's members, answered by a number for each in a list."""
     url: str = Field(pattern=r"^https?://")
     score_key: str = "score"
     api_key_env: str | None = None
     """Environment variable with a bearer token."""
+
+    @property
+    def is_of_group(self) -> bool:
+        return self.scope == "group"
 
 
 class NemoGymConfig(RewardConfig):

@@ -1,4 +1,4 @@
-"""Remote services: a sample as JSON, a score back."""
+"""Remote services: a sample or a group as JSON, a score or a list of them back."""
 
 import datetime
 import json
@@ -9,9 +9,9 @@ import httpx
 import msgspec
 
 from offbeat.services.reward.errors import Failure, RewardError
-from offbeat.services.reward.function import read_number
+from offbeat.services.reward.function import read_number, read_numbers
 from offbeat.services.reward.kinds.config import HttpConfig
-from offbeat.services.reward.sample import RewardSample, encode_sample
+from offbeat.services.reward.sample import GroupSample, RewardSample, encode_sample
 
 MAX_REPLY_BYTES = 1 << 20
 MAX_SHOWN_CHARS = 200
@@ -19,21 +19,35 @@ _RETRIED_STATUS = frozenset({408, 425, 429})
 _SERVER_ERROR = 500
 
 
-class HttpReward:
+class ScoringClient:
+    """Client of a service that scores what it is sent."""
+
     def __init__(self, config: HttpConfig) -> None:
         """Raises ValueError if the token's variable is not set."""
         self._url = config.url
         self._key = config.score_key
+        self.source = f"{config.url}: {config.score_key}"
         self._client = JsonClient(config.timeout_s, config.max_concurrent, config.api_key_env)
 
-    async def score(self, sample: RewardSample) -> float:
+    async def ask(self, sample: RewardSample | GroupSample) -> Any:
+        """Return the reply's value of `score_key`; raises RewardError."""
         reply = await self._client.post(self._url, msgspec.msgpack.decode(encode_sample(sample)))
         if not isinstance(reply, dict) or self._key not in reply:
             raise RewardError(Failure.MALFORMED, f"{self._url}: the reply has no {self._key!r}: {shorten(reply)}")
-        return read_number(reply[self._key], f"{self._url}: {self._key}")
+        return reply[self._key]
 
     async def close(self) -> None:
         await self._client.close()
+
+
+class HttpReward(ScoringClient):
+    async def score(self, sample: RewardSample) -> float:
+        return read_number(await self.ask(sample), self.source)
+
+
+class HttpGroupReward(ScoringClient):
+    async def score(self, sample: GroupSample) -> list[float]:
+        return read_numbers(await self.ask(sample), len(sample.members), self.source)
 
 
 class JsonClient:

@@ -129,7 +129,7 @@ OF_A_MODEL = {
 OF_DEVICES = set(ModelRewardConfig.model_fields) - set(RewardConfig.model_fields)
 """Shown by tests/deploy/config/checks/test_devices.py."""
 OF_GROUPS = {"scope", "compare", "num_partners"}
-"""Shown by test_group_verdicts.py and test_comparison.py."""
+"""Shown by test_group_verdicts.py, test_comparison.py and test_http.py."""
 WITH_A_SERVICE = ("http", "nemo_gym", "llm_judge")
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
 

@@ -1,10 +1,14 @@
+import json
 import threading
+from typing import Any
 
 import pytest
 
+from offbeat.services.reward.config import RewardsConfig
 from offbeat.services.reward.errors import Failure, RewardError
+from offbeat.services.reward.factory import make_scorer
 from tests.services.reward.kinds.conftest import Service
-from tests.services.reward.samples import score
+from tests.services.reward.samples import group_of, score
 
 
 def test_the_sample_goes_out_as_json_and_the_score_comes_back(service: Service, monkeypatch: pytest.MonkeyPatch):
@@ -67,3 +71,34 @@ def test_bytes_in_the_row_fail_it(service: Service):
     with pytest.raises(RewardError) as raised:
         score("http", "r", row={"image": b"\0"}, url=service.url)
     assert raised.value.failure is Failure.BAD_ROW
+
+
+async def compare(service: Service, *responses: str, **settings: Any) -> list[dict[str, float]]:
+    reward = {"name": "r", "kind": "http", "scope": "group", "url": service.url, **settings}
+    scorer = make_scorer(RewardsConfig.model_validate({"rewards": [reward]}, strict=False), local=True)
+    try:
+        return await scorer.score_group(group_of(*responses, seed=3))
+    finally:
+        await scorer.close()
+
+
+async def test_a_group_goes_out_whole_and_a_list_of_scores_comes_back(service: Service):
+    def answer(asked: Any) -> tuple[int, bytes]:
+        marks = [member["rewards"]["length"] / 4 for member in asked["members"]]
+        return 200, json.dumps({"marks": marks}).encode()
+
+    service.answer = answer
+    values = await compare(service, "a", "abc", score_key="marks")
+    assert [value["r"] for value in values] == [0.25, 0.75]
+    (request,) = service.requests
+    assert request["seed"] == 3
+    assert [member["response"] for member in request["members"]] == ["a", "abc"]
+    assert request["members"][0]["prompt"] == [{"role": "user", "content": "Why?"}]
+
+
+@pytest.mark.parametrize("scores", [0.5, "ab", [0.5], [0.5, None], [0.5, "1"], {"0": 0.5, "1": 0.25}, None])
+async def test_a_reply_without_a_number_for_each_member_is_a_failure(service: Service, scores: Any):
+    service.reply = lambda: (200, json.dumps({"score": scores}).encode())
+    with pytest.raises(RewardError) as raised:
+        await compare(service, "a", "b")
+    assert raised.value.failure is Failure.MALFORMED
