@@ -105,6 +105,12 @@ def check_model_split(config: RunConfig) -> Iterator[ConfigIssue]:
             yield ConfigIssue(f"{table}.{key}", "a model with image input can't be split: leave it out")
         elif obstacle := splits[key][1](text_config(architecture), size):
             yield ConfigIssue(f"{table}.{key}", f"{size}: {obstacle}")
+    critic = _read(config.critic_folder or "tiny") if config.has_own_critic else {}
+    for key, size in sizes.items():
+        if critic and (obstacle := splits[key][1](text_config(critic), size)):
+            yield ConfigIssue(
+                f"{table}.{key}", f"{size}, which holds for the critic {config.critic_folder} too: {obstacle}"
+            )
 
 
 def check_resumed_model(config: RunConfig) -> Iterator[ConfigIssue]:

@@ -146,6 +146,21 @@ def test_layers_are_split_over_processes_that_fit(changes: tuple[str, ...], says
     assert bool(says) == bool(message)
 
 
+@pytest.mark.parametrize(("heads", "says"), [(4, ""), (3, "num_attention_heads, 3, is not a multiple")])
+@pytest.mark.parametrize("key", ["tp_size", "ulysses_size"])
+def test_a_critics_layers_are_split_like_the_policys(key: str, heads: int, says: str, tmp_path: Path):
+    (tmp_path / "config.json").write_text(
+        json.dumps(load_architecture(load_run(QUICKSTART)) | {"num_attention_heads": heads})
+    )
+    strategy = f"strategy_args={{strategy_name: fsdp2_train, {key}: 2}}"
+    critic = ["adv_estimator=gae", f"critic.model_args.model_name_or_path={tmp_path}"]
+    changes = [*critic, f"actor_train.{strategy}", "actor_train.num_processes=2"]
+    issues = check_settings(validate_tree(compose_tree(QUICKSTART, changes)), cores=8)
+    message = {issue.path: issue.message for issue in issues}.get(f"actor_train.strategy_args.{key}", "")
+    assert says in message
+    assert (f"the critic {tmp_path} too" in message) == bool(says)
+
+
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
