@@ -78,7 +78,7 @@ def rollout(
         typer.Option(
             min=1,
             help="Number of engines, each on its own GPUs; `actor_infer.num_replicas` by default, as far as this machine's "
-            "devices suffice.",
+            "GPUs suffice, and one on CPUs.",
             show_default=False,
         ),
     ] = None,
@@ -102,7 +102,7 @@ def rollout(
     if engine != "transformers" and agent in ("random", "openai"):
         exit_usage(f"--engine has no effect with --agent {agent}: leave it out, or take a policy")
     if replicas is not None and engine == "transformers":
-        exit_usage("--replicas are of an engine: add --engine config")
+        exit_usage("--replicas needs an engine: add --engine config")
     if per == "pair" and group_size < 2:
         exit_usage("--per pair compares the episodes of a task: set --group-size to at least 2")
     check_target("--out", out)
@@ -175,7 +175,7 @@ def _rollout(
     if played.trajectories:
         _write(config, rollouts, out, per, say)
     sampler = None if endpoint or agent == RANDOM else served.strategy_args.strategy_name if served else sampling.engine
-    _print_summary(played, order, source, sampler, served.num_replicas if served else 1, as_json=as_json)
+    _print_summary(played, order, source, sampler, served.num_replicas if served else None, as_json=as_json)
     if not played.trajectories:
         typer.echo(f"no episode was played: {out} was not written", err=True)
         raise typer.Exit(1)
@@ -186,7 +186,8 @@ def _describe(served: Any, wanted: int | None) -> str:
     """wanted: engines of the run, if it decides their number."""
     name, number = f"{served.strategy_args.strategy_name} ({served.device})", served.num_replicas
     if wanted is not None and number < wanted:
-        return f"{name}, {number} of the run's {wanted} engines, as this machine has no devices for more"
+        reason = "as this machine has no GPUs for more" if served.device == "cuda" else "--replicas starts more"
+        return f"{name}, {number} of the run's {wanted} engines: {reason}"
     return name if number == 1 else f"{name}, {number} engines"
 
 
@@ -244,8 +245,10 @@ def _write(config: Any, rollouts: Any, out: Path, per: Any, say: Callable[[str],
         say(f"`messages` of {tag} are without its functions: only the tokens are what the policy reads and writes")
 
 
-def _print_summary(played: Any, order: Any, source: str, engine: str | None, replicas: int, *, as_json: bool) -> None:
-    """engine: what sampled the policy; None: text of no policy, without its tokens."""
+def _print_summary(
+    played: Any, order: Any, source: str, engine: str | None, replicas: int | None, *, as_json: bool
+) -> None:
+    """engine: what sampled the policy; None: text of no policy, without its tokens. replicas: engines, if it is one."""
     from offbeat.deploy.play.summary import describe, summarize, to_json
 
     for reason, count in played.failures.items():

@@ -42,6 +42,8 @@ INTERRUPTED = 130
 """Exit code."""
 
 
+BROKEN_AFTER = 3
+"""Failed turns in a row."""
 START_FAILURES = (ImportError, ValidationError, GenerationError, RetryableError, RuntimeError, ValueError, OSError)
 """Errors of an engine's start."""
 
@@ -62,6 +64,12 @@ class EngineSampler:
         self._version = version
         self._numbers = itertools.count()
         self.has_failed = False
+        self._failed_in_a_row = 0
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether its last turns have all failed; an engine may recover from one."""
+        return self._failed_in_a_row >= BROKEN_AFTER
 
     async def __call__(
         self,
@@ -82,7 +90,11 @@ class EngineSampler:
             completion = await self._engine.generate(request, self._version)
         except RetryableError as error:
             self.has_failed = True
+            self._failed_in_a_row += 1
             raise EpisodeError("generation_unavailable", str(error)) from error
+        except GenerationError as error:
+            raise EpisodeError("generation_refused", str(error)) from error
+        self._failed_in_a_row = 0
         if completion.error:
             raise EpisodeError("generation_refused", completion.error)
         return replace(completion, versions=(VersionSpan(0, len(completion.token_ids), self._version),))
@@ -118,7 +130,7 @@ def choose_engine(infer: GenerationConfig, name: ServedName, replicas: int | Non
     """Return the configuration of the named engine; one that is not the run's takes no arguments passed unchanged.
 
     Without `device`, it is on GPUs if there are enough, as there is no learner. replicas: None for `num_replicas`, as far
-    as this machine's GPUs or CPUs suffice.
+    as this machine's GPUs suffice, and for one on CPUs.
 
     Raises:
         ConfigError: there are not as many GPUs as `replicas` need.
@@ -147,10 +159,11 @@ def _count_replicas(infer: GenerationConfig, replicas: int | None) -> int:
         room = gpus // size
         if replicas is not None and replicas > max(1, room):
             each = f"{size} GPUs each (tensor_parallel_size x pipeline_parallel_size)" if size > 1 else "one GPU each"
-            problem = f"{replicas} engines of {each} are more than this machine's {gpus} hold: take at most {room}"
+            remedy = f"take at most {room}" if room else "take fewer GPUs for each, or an engine on the CPU"
+            problem = f"{replicas} engines of {each} are more than this machine's {gpus} hold: {remedy}"
             raise ConfigError([ConfigIssue("--replicas", problem)])
     else:
-        room = int(len(os.sched_getaffinity(0)) / infer.cpus_per_replica)
+        room = 1  # they would share the CPUs, and each has the weights in memory
     return min(infer.num_replicas, max(1, room)) if replicas is None else replicas
 
 

@@ -15,7 +15,7 @@ from typing import BinaryIO, NamedTuple
 import msgspec
 
 from offbeat.deploy.play.engine import START_FAILURES, describe_failure
-from offbeat.services.errors import CodecError, RetryableError
+from offbeat.services.errors import CodecError, GenerationError, RetryableError
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.engine import PolicyEngine
 from offbeat.services.generation.engines import start_serving
@@ -42,8 +42,8 @@ class EngineOrder(NamedTuple):
 
 class TurnOrder(NamedTuple):
     number: int
-    request: bytes
-    """Of `encode_requests`."""
+    request: bytes = b""
+    """Of `encode_requests`; empty: the turn is cancelled."""
 
 
 class EngineReply(NamedTuple):
@@ -120,11 +120,17 @@ async def _serve(order: EngineOrder, connection: _Connection) -> None:
         message, shows_output = describe_failure(error)
         connection.send(EngineReply(STARTED, error=message, shows_output=shows_output))
         return
+    running: dict[int, asyncio.Task[None]] = {}
     try:
         connection.send(EngineReply(STARTED))
         async with asyncio.TaskGroup() as turns:
             while True:
-                turns.create_task(_sample(engine, await connection.orders.get(), order.version, connection))
+                turn = await connection.orders.get()
+                if turn.request:
+                    running[turn.number] = task = turns.create_task(_sample(engine, turn, order.version, connection))
+                    task.add_done_callback(lambda _, number=turn.number: running.pop(number))
+                elif task := running.get(turn.number):
+                    task.cancel()
     finally:
         engine.close()
 
@@ -133,12 +139,19 @@ async def _sample(engine: PolicyEngine, turn: TurnOrder, version: int, connectio
     try:
         (request,) = decode_requests(turn.request)
         completion = await engine.generate(request, version)
-    except CodecError as error:
+    except (CodecError, GenerationError) as error:
         completion = Completion("", error=str(error))
     except RetryableError as error:
         connection.send(EngineReply(turn.number, error=str(error)))
         return
-    connection.send(EngineReply(turn.number, encode_completions([completion])))
+    connection.send(EngineReply(turn.number, _encode(completion)))
+
+
+def _encode(completion: Completion) -> bytes:
+    try:
+        return encode_completions([completion])
+    except CodecError as error:  # such as a logprob that is not finite
+        return encode_completions([Completion(completion.request_id, error=str(error))])
 
 
 def main() -> None:
@@ -148,7 +161,7 @@ def main() -> None:
     try:
         asyncio.run(_serve(connection.read_engine(), connection))
     finally:
-        if connection.has_ended:  # which a parent that was killed leaves
+        if connection.has_ended:  # the parent removes it, too, unless it was killed
             shutil.rmtree(os.environ[SOCKETS], ignore_errors=True)
 
 

@@ -8,7 +8,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
@@ -51,6 +51,7 @@ class EngineProcess(asyncio.SubprocessProtocol):
         self._exited = asyncio.Event()
         self._end = ""
         """How the process has ended."""
+        self._has_closed = False
         self.shows_output = False
         """Whether what the process printed may say why it failed."""
 
@@ -67,7 +68,10 @@ class EngineProcess(asyncio.SubprocessProtocol):
             start_new_session=True,
             env={**os.environ, "PYTHONPATH": path, **environment},
         )
-        await opening
+        try:
+            await opening
+        except OSError as error:
+            raise GenerationError(f"{self._name}: it did not start: {error}") from error
         self._send(pack(order))
         await self._started
 
@@ -82,24 +86,36 @@ class EngineProcess(asyncio.SubprocessProtocol):
         self._send(pack(TurnOrder(number, encode_requests([request]))))
         try:
             return await answer
+        except asyncio.CancelledError:
+            if not self._is_closing:
+                self._send(pack(TurnOrder(number)))
+            raise
         finally:
             del self._answers[number]
 
     async def close(self) -> None:
         """End the process, and what it has started."""
+        self._has_closed = True
         if self._transport is None:
+            return
+        if self.has_ended:
+            self._transport.close()
             return
         stdin = cast(asyncio.WriteTransport, self._transport.get_pipe_transport(0))
         if not stdin.is_closing():
             stdin.abort()  # `close` waits until all is written
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S if self._has_started else START_CLOSE_TIMEOUT_S):
-                while any(_members(self._pid)):  # noqa: ASYNC110 - other processes set no event
+                while any(find_members(self._pid)):  # noqa: ASYNC110 - other processes set no event
                     await asyncio.sleep(POLL_INTERVAL_S)
         with suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
         await self._exited.wait()
         self._transport.close()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._exited.is_set()
 
     @property
     def _is_closing(self) -> bool:
@@ -136,6 +152,9 @@ class EngineProcess(asyncio.SubprocessProtocol):
         how = f"signal {-status}" if status is not None and status < 0 else f"exit code {status}"
         self._end = f"the engine's process ended with {how}"
         self._exited.set()
+        if not self._has_closed:
+            with suppress(ProcessLookupError):  # what it had started
+                os.killpg(self._pid, signal.SIGKILL)
         self.shows_output = self.shows_output or not self._started.done() or self._has_started
         if not self._started.done():
             self._started.set_exception(GenerationError(f"{self._name}: it did not start: {self._end}"))
@@ -166,7 +185,7 @@ class EngineProcess(asyncio.SubprocessProtocol):
         cast(asyncio.WriteTransport, self._transport.get_pipe_transport(0)).write(message)
 
 
-def _members(group: int) -> Iterator[int]:
+def find_members(group: int) -> Iterator[int]:
     """Yield a process group's processes that run."""
     for pid in psutil.pids():
         with suppress(OSError, psutil.Error):
@@ -177,14 +196,16 @@ def _members(group: int) -> Iterator[int]:
 class ReplicaSampler:
     """Engines of one policy, of which each episode gets one."""
 
-    def __init__(self, samplers: Sequence[EngineSampler]) -> None:
+    def __init__(self, samplers: Sequence[EngineSampler], has_ended: Callable[[int], bool]) -> None:
+        """has_ended: whether the process of an engine has, by its index."""
         self._samplers = samplers
+        self._has_ended = has_ended
         self._num_running = [0] * len(samplers)
 
     @contextmanager
     def episode(self) -> Iterator[EngineSampler]:
-        """Lease the engine with the fewest episodes, of those that have not failed if there are any."""
-        alive = [index for index, each in enumerate(self._samplers) if not each.has_failed]
+        """Lease the engine with the fewest episodes, of those that answer if there are any."""
+        alive = [index for index, each in enumerate(self._samplers) if not (each.is_broken or self._has_ended(index))]
         index = min(alive or range(len(self._samplers)), key=self._num_running.__getitem__)
         self._num_running[index] += 1
         try:
@@ -207,7 +228,7 @@ async def open_replicas(
     number, version = infer.num_replicas, parse_version(folder)
     order = EngineOrder(infer.model_dump_json().encode(), str(folder), version, target.sequence_length, seed)
     with ExitStack() as stack:
-        sockets = stack.enter_context(TemporaryDirectory(prefix="offbeat-engines-"))
+        sockets = stack.enter_context(TemporaryDirectory(prefix="ob-"))  # sockets have paths of 107 bytes at most
         names = [f"engine {index + 1} of {number}" for index in range(number)]
         engines = [EngineProcess(name, stack.enter_context(TemporaryFile())) for name in names]
         samplers = [EngineSampler(engine, sampling_of(target, stop_ids), version) for engine in engines]
@@ -217,10 +238,13 @@ async def open_replicas(
                 for index, engine in enumerate(engines)
             )
             try:
-                await asyncio.gather(*starts)
-            except GenerationError as error:
-                raise GenerationError(f"--engine {infer.strategy_args.strategy_name}: {error}") from error
-            yield ReplicaSampler(samplers)
+                async with asyncio.TaskGroup() as starting:
+                    for start in starts:
+                        starting.create_task(start)
+            except* GenerationError as errors:
+                first = errors.exceptions[0]
+                raise GenerationError(f"--engine {infer.strategy_args.strategy_name}: {first}") from first
+            yield ReplicaSampler(samplers, lambda index: engines[index].has_ended)
         finally:
             failed = [each for each, sampler in zip(engines, samplers, strict=True) if sampler.has_failed]
             failed += [each for each in engines if each.shows_output and each not in failed]

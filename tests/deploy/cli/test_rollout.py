@@ -62,10 +62,9 @@ def test_greedy_answers_of_hf_infer_are_those_of_transformers(
 def test_greedy_answers_of_two_engines_are_those_of_one(
     folder: Path, tmp_path: Path, greedy: list[RecordedTokens]
 ) -> None:
-    """As many as the run has, if there are as many CPUs."""
-    out, few = tmp_path / "x.parquet", "+actor_infer.cpus_per_replica=0.1"
+    out = tmp_path / "x.parquet"
     policy = ("--agent", folder / "policy", "--temperature", 0, "--out", out)
-    done = rollout(folder, *policy, "--engine", "hf_infer", "+actor_infer.num_replicas=2", few)
+    done = rollout(folder, *policy, "--engine", "hf_infer", "--replicas", 2)
     assert "starting hf_infer (cpu), 2 engines\n" in done.output
     assert_equal(read_parquet(out), greedy)
 
@@ -211,9 +210,9 @@ def test_an_engine_that_can_not_start_is_a_line(folder: Path, tmp_path: Path, mo
         ((*policy, "--engine", "hf_infer", "actor_infer.kv_cache_gib=1e-6"), "hold no sequence of 512 tokens"),
         (
             (*policy, "--engine", "hf_infer", "--replicas", 2, "actor_infer.kv_cache_gib=1e-6"),
-            "--engine hf_infer: engine ",
+            " of 2: actor_infer.kv_cache_gib: ",
         ),
-        ((*policy, "--replicas", 2), "--replicas are of an engine: add --engine config"),
+        ((*policy, "--replicas", 2), "--replicas needs an engine: add --engine config"),
         (("--agent", "random", "--engine", "hf_infer"), "--engine has no effect with --agent random"),
         (
             ("--agent", "openai", "http://localhost:1/v1", "--engine", "vllm"),

@@ -53,15 +53,17 @@ def test_an_engine_is_on_gpus_if_there_are_enough_for_one(
     assert choose_engine(config, "hf_infer").device == "cpu"
 
 
-@pytest.mark.parametrize(("gpus", "wanted", "number"), [(8, None, 3), (4, None, 2), (1, None, 1), (8, 4, 4), (0, 5, 5)])
+@pytest.mark.parametrize(
+    ("gpus", "wanted", "number"), [(8, None, 3), (4, None, 2), (1, None, 1), (8, 4, 4), (0, 5, 5), (0, None, 1)]
+)
 def test_the_number_of_engines_is_as_asked_or_the_runs(
     monkeypatch: pytest.MonkeyPatch, gpus: int, wanted: int | None, number: int
 ) -> None:
-    """The run's as far as the machine's devices suffice."""
+    """The run's as far as the machine's GPUs suffice; one on CPUs."""
     monkeypatch.setattr(play_engine, "count_gpus", lambda: gpus)
     monkeypatch.setattr(play_engine, "is_installed", lambda _: True)
     arguments = {"strategy_config": {"tensor_parallel_size": 2}}
-    config = config_of("vllm", strategy_args=arguments, num_replicas=3, cpus_per_replica=1000)
+    config = config_of("vllm", strategy_args=arguments, num_replicas=3)
     assert choose_engine(config, "config", wanted).num_replicas == number
 
 
@@ -73,6 +75,9 @@ def test_more_engines_than_gpus_hold_are_refused(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match=says):
         choose_engine(config, "vllm", 3)
     assert choose_engine(config, "hf_infer", 3).num_replicas == 3, "it is on CPUs"
+    large = config_of("vllm", strategy_args={"strategy_config": {"tensor_parallel_size": 8}}, device="cuda")
+    with pytest.raises(ConfigError, match="4 hold: take fewer GPUs for each, or an engine on the CPU"):
+        choose_engine(large, "vllm", 2)
 
 
 async def test_a_refused_prompt_and_a_dead_engine_cost_the_episode(folder: Path) -> None:
