@@ -43,7 +43,7 @@ def engine_tensors(config: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterat
 
 
 def checkpoint_tensors(config: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield a model's weights as `save_pretrained` writes them, with experts one by one. config: of transformers"""
+    """Yield a model's weights by the names and in the layout of its published files. config: of transformers"""
     if config.model_type in TRANSPOSED:
         text = config.get_text_config()
         in_memory = (2 * text.moe_intermediate_size, text.hidden_size), (text.hidden_size, text.moe_intermediate_size)

@@ -52,7 +52,13 @@ async def assert_follows_updates(folder: Path, dtype: Any, noise: float) -> None
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes"), [("qwen3_vl", {"rope_parameters": ROPE}), ("gemma3", {}), ("mistral3", {})]
+    ("kind", "changes"),
+    [
+        ("qwen3_vl", {"rope_parameters": ROPE}),
+        ("qwen3_vl_moe", {"rope_parameters": ROPE, "norm_topk_prob": True}),
+        ("gemma3", {}),
+        ("mistral3", {}),
+    ],
 )
 async def test_multimodal_folders_are_sampled_on_text(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """Their files have towers, which the engine has not."""

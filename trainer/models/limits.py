@@ -68,6 +68,8 @@ def packing_problem(auto: Any, folder: Path, attention: AttentionName = "auto", 
             f"files of {name} have experts in either direction, which hidden_size {text.hidden_size} and "
             f"moe_intermediate_size {text.moe_intermediate_size} do not tell apart: take another size"
         )
+    if name == "qwen3_vl_moe" and not getattr(text, "norm_topk_prob", True):
+        return f"transformers normalizes the experts' weights of {name}: set norm_topk_prob to true, or {INSTEAD}"
     chunk = getattr(text, "attention_chunk_size", None) or 0
     if CHUNKED in layers and context > chunk:
         return f"{name} attends within chunks of {chunk} tokens: take a context of at most that, not {context}"

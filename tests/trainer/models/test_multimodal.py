@@ -98,6 +98,12 @@ def test_experts_are_exported_as_published_ones(tmp_path: Path) -> None:
         load_policy(tmp_path / "square", ModelArgs(), seed=0)
 
 
+def test_router_weights_that_only_transformers_normalizes_are_refused(tmp_path: Path) -> None:
+    write_multimodal(tmp_path, "qwen3_vl_moe", norm_topk_prob=False)
+    with pytest.raises(ValueError, match="set norm_topk_prob to true"):
+        load_policy(tmp_path, ModelArgs(), seed=0)
+
+
 @pytest.mark.parametrize("target", ["all-linear", "q_proj,v_proj"])
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl_moe", "gemma3"])
 def test_towers_take_no_adapters(family: str, target: str, tmp_path: Path, sequences: list[Tensor]) -> None:
