@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from offbeat.trainer.config.issue import ConfigIssue
 
-KEY = re.compile(r"[\w@./-]+")
+KEY = re.compile(r"[A-Za-z_][\w@./-]*", re.ASCII)
 
 
 def find_syntax_problems(overrides: Sequence[str], parsed: Sequence[str]) -> Iterator[ConfigIssue]:

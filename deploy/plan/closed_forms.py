@@ -13,6 +13,7 @@ from offbeat.deploy.plan.workload import Measures
 Floats = npt.NDArray[np.float64]
 NUM_DRAWN = 3000
 """Groups drawn for a mean."""
+DRAWN_AT_ONCE = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,8 @@ class ClosedForms:
 def closed_forms(setup: Setup, measures: Measures, seed: int = 0) -> ClosedForms:
     limits, rng = setup.limits, np.random.default_rng(seed)
     members = limits.group_size + limits.redundancy
-    turns, env_s = measures.workload.draw_groups(rng, NUM_DRAWN, members)
+    drawn = [measures.workload.draw_groups(rng, DRAWN_AT_ONCE, members) for _ in range(NUM_DRAWN // DRAWN_AT_ONCE)]
+    turns, env_s = (np.concatenate(field) for field in zip(*drawn, strict=True))
     count = float(min(setup.running, limits.max_groups_in_flight * members))
     times, busy = turns, count
     for _ in range(8):  # members that have ended leave the engines to the others of their group

@@ -1,6 +1,7 @@
 """The wheel in a virtual environment of its own, beside PyPI's `trainer` and `envs`, and from a user's own folders."""
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -59,7 +60,9 @@ print("imported")
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
+    shutil.rmtree(ROOT / "build", ignore_errors=True)  # files of builds before would be in the wheel
     subprocess.run([UV, "build", "--quiet", "--wheel", "--out-dir", out, ROOT], check=True, cwd=out)
+    shutil.rmtree(ROOT / "build")
     (built,) = out.glob("*.whl")
     return built
 

@@ -19,6 +19,8 @@ BRACKETS = "close its brackets, and write texts with brackets or punctuation in 
         ("50", "", "'50' ", FORM),
         ("=3", "", "'=3' ", FORM),
         ("max_steps:50", "", "'max_steps:50' ", FORM),
+        ("--seed=1", "", "'--seed=1' ", FORM),
+        ("défi=1", "", "'défi=1' ", FORM),
         (
             "exp_name=a,b",
             "exp_name",
