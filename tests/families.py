@@ -192,12 +192,12 @@ SEEING: dict[str, dict[str, Any]] = {
         "vision_config": QWEN_VISION,
     },
 }
+"""Sizes are those that vLLM takes on a CPU."""
 for _family, _experts in (
     ("qwen3_vl", EXPERTS | {"num_experts": 4, "moe_intermediate_size": 48, "norm_topk_prob": True}),
     ("qwen3_5", SHARED_EXPERT),
 ):
     SEEING[f"{_family}_moe"] = SEEING[_family] | {"text_config": SEEING[_family]["text_config"] | _experts}
-"""Sizes are those that vLLM takes on a CPU."""
 VISION_FAMILIES = ("qwen2_vl", *SEEING)
 """Families of `write_vision_policy`."""
 

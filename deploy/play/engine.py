@@ -40,8 +40,6 @@ ServedName = Literal["config", "vllm", "hf_infer", "sglang"]
 
 INTERRUPTED = 130
 """Exit code."""
-
-
 BROKEN_AFTER = 3
 """Failed turns in a row."""
 START_FAILURES = (ImportError, ValidationError, GenerationError, RetryableError, RuntimeError, ValueError, OSError)

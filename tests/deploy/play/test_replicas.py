@@ -139,7 +139,7 @@ async def test_a_cancelled_turn_ends_in_its_engine(monkeypatch: pytest.MonkeyPat
 
 
 async def cancel_a_turn(sampler: EngineSampler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that its engine is told, and answers the next one."""
+    """Check that its engine gets the cancellation, and answers the next turn."""
     sent: list[bytes] = []
     send = EngineProcess._send
 
